@@ -122,11 +122,11 @@ def is_killed(mutation: Mutation) -> bool:
         shutil.copytree(directory / "src", copy / "src")
         mutation.apply(copy)
         if mutation.row:
-            return _fails(copy, ["-n0", *_selected(mutation.row)])
+            return fails(copy, ["-n0", *_selected(mutation.row)])
         tests = directory / "tests"
         # The file that is named is tried alone first, because it usually decides.
         runs = [[tests / mutation.tests]] if mutation.tests else []
-        return any(_fails(copy, paths) for paths in [*runs, [tests]])
+        return any(fails(copy, paths) for paths in [*runs, [tests]])
 
 
 def _selected(row: str) -> list[str]:
@@ -136,7 +136,7 @@ def _selected(row: str) -> list[str]:
     return ["-m", "slow or gaudi or not slow", str(ROOT / "packages" / selected)]
 
 
-def _fails(copy: Path, tests: Iterable[str | Path]) -> bool:
+def fails(copy: Path, tests: Iterable[str | Path]) -> bool:
     other_packages = os.environ.get("PYTHONPATH", "")
     environment = {
         **os.environ,

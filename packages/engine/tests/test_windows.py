@@ -10,7 +10,10 @@ import torch
 from model_families import save_family
 from transformers import AutoModelForCausalLM
 
+from trencadis.bucketing import BucketingConfig
 from trencadis.engine import LLM, GenerateRequest, SamplingParams
+from trencadis.engine.runner.shapes import DecodeRead
+from trencadis.warmup import Phase
 
 from .conftest import SESSION_DEVICE
 
@@ -109,3 +112,26 @@ def test_groups_that_give_blocks_back_share_swap_and_fork_them(
         with monkeypatch.context() as patch:
             patch.setattr("trencadis.engine.core.engine_core.window_of_all", lambda *_: None)
             assert narrow == [tokens(params)] * 2
+
+
+def test_blocks_that_were_given_back_need_no_place_in_a_decode_bucket(
+    mistral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pairs, ``VLLM_CONTIGUOUS_PA=false``."""
+    bucketing = BucketingConfig(contiguous_pa=False)
+    core = engine(mistral, bucketing=bucketing, enable_prefix_caching=False).core
+    assert core.executor.worker.read is DecodeRead.PAIRS
+    buckets, sizes = core.executor.worker.runner.buckets, []
+    find = buckets.find
+
+    def noted(phase: Phase, size: tuple[int, ...]) -> tuple[int, ...]:
+        if phase is Phase.DECODE:
+            sizes.append(size)
+        return find(phase, size)
+
+    monkeypatch.setattr(buckets, "find", noted)
+    params = SamplingParams(temperature=0.0, max_tokens=28, ignore_eos=True)
+    core.add("long", GenerateRequest(tuple(range(60, 160)), params))
+    while core.has_work:
+        core.step()
+    assert set(sizes) == {(1, 4), (1, 5)}, "blocks that hold its window; the sequence has sixteen"

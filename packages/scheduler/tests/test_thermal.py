@@ -37,6 +37,7 @@ from trencadis.scheduler.thermal import (
     TwoPhaseThermalPolicy,
     load_thermal_policy,
 )
+from trencadis.scheduler.thermal.policy import SchedulerView
 from trencadis.scheduler.thermal.registry import ENTRY_POINT_GROUP
 
 
@@ -398,3 +399,26 @@ def test_the_cap_rises_again_in_a_new_scheduler() -> None:
     assert serve(1000, 95.0) == 1
     assert serve(200, 60.0) == SchedulerConfig().max_num_seqs
     assert serve(200, 95.0) == 1
+
+
+class Reading(NoThermalPolicy):
+    """Remembers what it reads of schedulers, also for an order with a target."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, int]] = []
+
+    def retarget(self, target_temp_c: float) -> bool:
+        return True
+
+    def get_max_running_seqs(self, scheduler: SchedulerView) -> int:
+        self.seen.append((scheduler.now_s, scheduler.num_prefill_tokens))
+        return scheduler.scheduler_config.max_num_seqs
+
+
+def test_time_and_total_of_a_policy_never_go_back() -> None:
+    policy = Reading()
+    guard = ThermalGuard(policy, State)
+    guard.cap(View(now_s=9.0, num_prefill_tokens=50))
+    guard.retarget(80.0, "lru", View())
+    guard.cap(View(now_s=1.0, num_prefill_tokens=7))
+    assert policy.seen == [(9.0, 50), (9.0, 50), (10.0, 57)]

@@ -88,6 +88,13 @@ def test_token_ids_do_not_count_and_have_pauses():
     assert len(pauses) >= 2 * MAX_VALUES / 4096
 
 
+def test_keys_and_other_values_have_pauses():
+    pauses = []
+    body = {str(number): [0.5, str(number)] for number in range(3000)}
+    assert decoded(json.dumps(body).encode(), lambda: pauses.append(1)) == body
+    assert len(pauses) >= 9000 / 512
+
+
 def test_what_is_nested_too_deep_is_an_error():
     with pytest.raises(RecursionError):
         decoded(b"[" * 100_000, no_pause)

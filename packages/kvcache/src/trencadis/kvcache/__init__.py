@@ -32,7 +32,7 @@ from trencadis.kvcache.errors import (
 from trencadis.kvcache.manager import AllocStatus, BlockManager
 from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher
 from trencadis.kvcache.remapper import BlockRemapper
-from trencadis.kvcache.rounding import ceil_div
+from trencadis.kvcache.rounding import ceil_div, num_passed_blocks
 from trencadis.kvcache.swapper import HostBlockPool
 from trencadis.kvcache.transfers import BandwidthGovernor
 
@@ -74,6 +74,7 @@ __all__ = [
     "ceil_div",
     "lay_out",
     "lay_out_pairs",
+    "num_passed_blocks",
     "split_to_plan_sizes",
     "warm_up_defragmenter",
 ]

@@ -136,8 +136,9 @@ class BlockManager:
     ) -> int:
         """The number of leading full blocks of a request that are in the prefix cache.
 
-        With ``num_tokens``, the length of the prompt: those that `allocate` would share, which
-        leaves at least one token to compute. Raises `InvalidSetting` for a length below 0.
+        With `CacheConfig.window` those that no later token sees need not be there. With
+        ``num_tokens``, the length of the prompt: those that `allocate` would share, which leaves at
+        least one token to compute. Raises `InvalidSetting` for a length below 0.
         """
         keys = PREFIX_KEYS.checked("prefix_keys", prefix_keys).blocks
         if num_tokens is not None:

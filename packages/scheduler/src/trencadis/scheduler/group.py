@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import attrs
 
-from trencadis.kvcache import PrefixKeys, ceil_div
+from trencadis.kvcache import PrefixKeys, ceil_div, num_passed_blocks
 from trencadis.scheduler.beams import BeamSearchState
 from trencadis.scheduler.config import QueuePolicy
 from trencadis.scheduler.errors import IllegalTransition
@@ -144,6 +144,7 @@ class SequenceGroup:
       in seconds.
     - ``queue_s``: seconds from the request's arrival until the group first ran; None before that.
     - ``away_s``: seconds that the group was preempted, until it last resumed.
+    - ``window``: that of `CacheConfig`: blocks that have left it are given back.
     """
 
     request: Request
@@ -166,6 +167,7 @@ class SequenceGroup:
     preempted_at_s: float = 0.0
     away_s: float = 0.0
     last_scheduled_step: int = 0
+    window: int | None = None
 
     @property
     def request_id(self) -> str:
@@ -218,12 +220,21 @@ class SequenceGroup:
 
     def get_num_kv_blocks(self) -> int:
         """Device blocks of the group. Blocks of the prompt count once, all others per sequence."""
-        size = self.block_size
-        num_blocks = [ceil_div(sequence.num_slots, size) for sequence in self.allocated_seqs]
-        if len(num_blocks) == 1:
-            return num_blocks[0]
-        num_shared = self.request.num_prompt_tokens // size
-        return num_shared + sum(max(0, count - num_shared) for count in num_blocks)
+        held = [self._held_blocks(sequence) for sequence in self.allocated_seqs]
+        if len(held) <= 1:
+            return sum(map(len, held))
+        end = self.request.num_prompt_tokens // self.block_size
+        of_prompt = max(0, end - min(blocks.start for blocks in held))
+        return of_prompt + sum(len(range(max(blocks.start, end), blocks.stop)) for blocks in held)
+
+    def _held_blocks(self, sequence: Sequence) -> range:
+        """Which blocks of a sequence it has, by their places in it."""
+        num_passed = 0
+        if self.window is not None:
+            num_passed = num_passed_blocks(
+                sequence.num_computed_tokens, self.window, self.block_size
+            )
+        return range(num_passed, ceil_div(sequence.num_slots, self.block_size))
 
     def transition_to(self, status: SequenceStatus) -> None:
         """Change the status. Raises `IllegalTransition` for one the state diagram does not have."""

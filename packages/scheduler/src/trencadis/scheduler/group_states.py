@@ -9,6 +9,7 @@ from itertools import count, islice
 from operator import attrgetter, itemgetter
 from typing import Any
 
+from trencadis.kvcache import CacheConfig
 from trencadis.scheduler.beams import BeamSearchState
 from trencadis.scheduler.config import SettingsInForce
 from trencadis.scheduler.fair_share import Client, ClientShares
@@ -139,7 +140,7 @@ class GroupStates:
     - ``num_finished_seqs``: sequences that finished since the start, without aborted ones.
     """
 
-    def __init__(self, settings: SettingsInForce, block_size: int) -> None:
+    def __init__(self, settings: SettingsInForce, cache: CacheConfig) -> None:
         self.waiting = GroupQueue()
         self.running = SortedGroups(_queue_key)
         self.resume_queue = GroupQueue()
@@ -153,7 +154,7 @@ class GroupStates:
         self.num_scored = 0
         self.num_finished_seqs = 0
         self._settings = settings
-        self._block_size = block_size
+        self._cache = cache
         self.num_arrivals = 0
         self._seq_ids = count()
 
@@ -168,8 +169,8 @@ class GroupStates:
         self.num_arrivals += 1
         key = self._key(request, arrival, 0)
         client = self.shares.enter_queue(request.client, now_s, arrival)
-        group = SequenceGroup(request, arrival, self._block_size, key, client)
-        group.added_at_s = now_s
+        group = SequenceGroup(request, arrival, self._cache.block_size, key, client)
+        group.window, group.added_at_s = self._cache.window, now_s
         search = request.beam_search
         if search is not None:
             max_output = self._settings.config.max_model_len - request.num_prompt_tokens

@@ -28,7 +28,8 @@ class ScheduledSequence(NamedTuple):
       computed by the step in flight.
     - ``token_ids``: the tokens; of a decode, it may be `PENDING_TOKEN`.
     - ``block_table``: ``int32[num_blocks]``, the blocks of the sequence in token order. It covers
-      all tokens and is valid until the next ``schedule()``.
+      all tokens, with the padding block 0 in the place of those that have left the window, and is
+      valid until the next ``schedule()``.
     - ``samples``: whether the logits of the last token are needed; False for a prefill chunk that
       is not the last of its prompt.
     - ``forks``: ids of further sequences that continue from the same row of logits. Sample from

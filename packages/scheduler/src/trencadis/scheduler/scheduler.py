@@ -98,7 +98,7 @@ class Scheduler:
         self._defragmenter = defragmenter
         self._clock = SteadyClock(clock)
         self._now = 0.0
-        self._states = states = GroupStates(settings, blocks.config.block_size)
+        self._states = states = GroupStates(settings, blocks.config)
         self._group_blocks = group_blocks = GroupBlocks(blocks)
         self._completion_rate = CompletionRate()
         self._admission = AdmissionControl(settings, states, group_blocks)

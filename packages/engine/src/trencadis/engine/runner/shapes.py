@@ -138,7 +138,9 @@ def decode_size(
         highest = int(np.concatenate([decode.block_table for decode in decodes]).max())
         return len(decodes), 1 + highest
     if read is DecodeRead.PAIRS:
-        return len(decodes), sum(decode.start // block_size + 1 for decode in decodes)
+        tables = (decode.block_table[: decode.start // block_size + 1] for decode in decodes)
+        # Padding blocks stand for those that were given back.
+        return len(decodes), sum(int(np.count_nonzero(table)) for table in tables)
     return len(decodes), 1 + max(decode.start for decode in decodes)
 
 

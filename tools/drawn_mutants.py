@@ -1,0 +1,233 @@
+"""Break a package in places that are drawn at random, and see whether its tests notice.
+
+    python tools/drawn_mutants.py kvcache --count 60 --seed 1    # as a table, with the survivors
+    python tools/drawn_mutants.py engine --count 60 --seed 1 --files 6 --jobs 2
+
+Beside the lists of `mutants`, which somebody chose: nobody knows which places are drawn. The same
+source and seed give the same ones. A survivor is a place to look at: the tests may miss something,
+or no caller can see the change. ``--files N`` runs the N test files that name most of what the
+changed module defines, and not all: for a package whose tests take minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutants import ROOT, Mutation, fails
+
+COMPARED = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.In: "not in",
+    ast.NotIn: "in",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+}
+COMPUTED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*"}
+QUIET = re.compile(r"\b(logger|logging|warnings)\.|_log_|__repr__|__str__")
+"""Calls whose absence no caller is promised to see."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A piece of a module's source, and what takes its place."""
+
+    module: str
+    line: int
+    start: int
+    end: int
+    new: str
+
+    def applied(self, source: bytes) -> bytes:
+        """The changed source."""
+        return source[: self.start] + self.new.encode() + source[self.end :]
+
+
+class Places(ast.NodeVisitor):
+    """Every change of one module."""
+
+    def __init__(self, module: str, source: bytes) -> None:
+        self._module, self._source = module, source
+        lengths = [len(line) for line in source.splitlines(keepends=True)]
+        self._starts = [sum(lengths[:number]) for number in range(len(lengths))]
+        self.changes: list[Change] = []
+        self.visit(ast.parse(source))
+
+    def _at(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        start = self._starts[node.lineno - 1] + node.col_offset
+        return start, self._starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+
+    def _text(self, node: ast.expr | ast.stmt) -> str:
+        start, end = self._at(node)
+        return self._source[start:end].decode()
+
+    def _change(self, node: ast.expr | ast.stmt, new: str) -> None:
+        start, end = self._at(node)
+        self.changes.append(Change(self._module, node.lineno, start, end, new))
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        new = COMPARED.get(type(node.ops[0]))
+        if new and len(node.ops) == 1:
+            self._change(node, f"({self._text(node.left)} {new} {self._text(node.comparators[0])})")
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        new = COMPUTED.get(type(node.op))
+        is_text = any(isinstance(x, ast.JoinedStr) for x in (node.left, node.right))
+        if new and not is_text:
+            self._change(node, f"({self._text(node.left)} {new} {self._text(node.right)})")
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        word = " or " if isinstance(node.op, ast.And) else " and "
+        self._change(node, f"({word.join(f'({self._text(x)})' for x in node.values)})")
+        self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" not in self._text(node.test):
+            self._change(node.test, f"not ({self._text(node.test)})")
+            self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self._change(node.test, f"not ({self._text(node.test)})")
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self._change(node, str(not node.value))
+        elif isinstance(node.value, int):
+            self._change(node, str(node.value + 1))
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Call) and not QUIET.search(self._text(node)):
+            self._change(node, "pass")
+            self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        if isinstance(node.op, (ast.Add, ast.Sub)):
+            sign = "-=" if isinstance(node.op, ast.Add) else "+="
+            self._change(node, f"{self._text(node.target)} {sign} {self._text(node.value)}")
+        self.generic_visit(node)
+
+    def visit_Continue(self, node: ast.Continue) -> None:
+        self._change(node, "break")
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        self._change(node, "pass")  # what its message says is not looked at
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        if not QUIET.search(node.name):
+            for child in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body):
+                self.visit(child)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self.visit_FunctionDef(node)  # type: ignore[arg-type]
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """Texts are not looked at."""
+
+
+def drawn(package: str, count: int, seed: int) -> list[Change]:
+    """Changes of a package, each place as probable as every other."""
+    directory = ROOT / "packages" / package / "src" / "trencadis" / package
+    changes = [
+        change
+        for file in sorted(directory.rglob("*.py"))
+        for change in Places(str(file.relative_to(directory)), file.read_bytes()).changes
+    ]
+    return random.Random(f"{package} {seed}").sample(changes, min(count, len(changes)))
+
+
+def named_most(package: str, module: str, count: int) -> list[Path]:
+    """The test files that name most of what a module defines."""
+    source = ROOT / "packages" / package / "src" / "trencadis" / package / module
+    names = {
+        node.name
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and not node.name.startswith("__")
+    } | {source.stem}
+    patterns = [re.compile(rf"\b{name}\b") for name in sorted(names)]
+    score = {
+        file: sum(bool(pattern.search(text)) for pattern in patterns)
+        + 3 * (source.stem.lstrip("_") in file.stem)
+        for file in sorted((ROOT / "packages" / package / "tests").rglob("test_*.py"))
+        for text in [file.read_text()]
+    }
+    return sorted((file for file in score if score[file]), key=score.__getitem__, reverse=True)[
+        :count
+    ]
+
+
+def is_killed(package: str, change: Change, num_files: int) -> bool:
+    """Whether a test fails."""
+    directory = ROOT / "packages" / package
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        copy = Path(name)
+        shutil.copytree(directory / "src", copy / "src")
+        file = copy / Mutation(package, "", 0, change.module, "", "", "").path
+        source = change.applied(file.read_bytes())
+        try:
+            compile(source, str(file), "exec")
+        except SyntaxError:
+            return True  # nobody could write it
+        file.write_bytes(source)
+        tests: list[Path] = named_most(package, change.module, num_files or 1)
+        runs = [[test] for test in tests] if num_files else [tests, [directory / "tests"]]
+        return any(fails(copy, paths) for paths in runs if paths)
+
+
+def lines_of(package: str, results: Sequence[tuple[Change, bool]]) -> Iterator[str]:
+    """The table of a package, then its survivors."""
+    num_killed = sum(was_killed for _, was_killed in results)
+    yield f"{package}: {num_killed} of {len(results)} killed ({num_killed / len(results):.1%})"
+    for change, was_killed in results:
+        if not was_killed:
+            source = ROOT / "packages" / package / "src" / "trencadis" / package / change.module
+            text = source.read_bytes()[change.start : change.end].decode()
+            yield f"- {change.module}:{change.line}: {text!r} -> {change.new!r}"
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("package")
+    parser.add_argument("--count", type=int, default=60, help="changes; default: 60")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--files", type=int, default=0, help="test files to run; default: all")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="default: the cores")
+    args = parser.parse_args()
+    changes = drawn(args.package, args.count, args.seed)
+    results: list[tuple[Change, bool]] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        killed = pool.map(lambda change: is_killed(args.package, change, args.files), changes)
+        for change, was_killed in zip(changes, killed, strict=True):
+            results.append((change, was_killed))
+            state = "killed" if was_killed else "SURVIVED"
+            print(f"{change.module}:{change.line} {state}", file=sys.stderr, flush=True)
+    print("\n".join(lines_of(args.package, results)))
+
+
+if __name__ == "__main__":
+    main()
