@@ -210,6 +210,14 @@ def test_a_word_that_is_no_choice_is_refused(
     assert f"argument {option}: invalid choice: 'lunar'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["show", "fit t.csv", "plot t.csv --output a.png"])
+def test_a_flag_is_not_abbreviated(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flag = "--max-model" if command == "show" else "--colum"
+    with pytest.raises(SystemExit):
+        main([*command.split(), flag, "7"])
+    assert f"unrecognized arguments: {flag} 7" in capsys.readouterr().err
+
+
 def test_a_tail_lowers_the_worst_batch(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with trace.open("a") as file:
         file.write("61,5000\n")

@@ -330,6 +330,12 @@ def test_a_wrong_flag_ends_the_sidecar_with_an_error(
     assert message in capsys.readouterr().err
 
 
+def test_a_flag_is_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--source", "nvml", "--insec"])
+    assert "unrecognized arguments: --insec" in capsys.readouterr().err
+
+
 def test_every_flag_has_the_default_of_its_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])

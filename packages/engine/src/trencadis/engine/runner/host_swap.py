@@ -18,8 +18,8 @@ def num_host_blocks(
     """Host blocks for swapped sequences.
 
     As configured, but not more than ``max_num_seqs`` sequences of ``blocks_per_sequence`` blocks
-    can fill. Without a setting: 4 GiB where the device has its own memory, else none. Raises
-    `ConfigError` where the host has less memory.
+    can fill. Without a setting: 4 GiB for all ranks together where the device has its own memory,
+    else none. Raises `ConfigError` where the host has less memory.
     """
     host_bytes = psutil.virtual_memory().total
     if config.num_host_blocks is not None:
@@ -28,7 +28,7 @@ def num_host_blocks(
     gib = config.swap_space
     if gib is None:
         shares_host_memory = device.default_kv_cache_memory is not None
-        gib = 0.0 if shares_host_memory else DEFAULT_SWAP_SPACE
+        gib = 0.0 if shares_host_memory else DEFAULT_SWAP_SPACE / config.tensor_parallel_size
     num_blocks = min(int(gib * (1 << 30)) // block_bytes, blocks_per_sequence * config.max_num_seqs)
     check_memory("swap_space", num_blocks, block_bytes, host_bytes)
     return num_blocks
