@@ -23,6 +23,7 @@ from trencadis.engine import (
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
+from trencadis.scheduler import BatchControl
 from trencadis.scheduler.telemetry import (
     ReaderConfig,
     Reading,
@@ -66,7 +67,7 @@ class Sensor(TemperatureSource):
 class Bench:
     """A core with a policy, on a clock that goes on by `STEP_S` in each step."""
 
-    def __init__(self, config: EngineConfig, policy: SchedulerThermalPolicy) -> None:
+    def __init__(self, config: EngineConfig, policy: SchedulerThermalPolicy | None) -> None:
         self.now_s = 0.0
         self.sensor = Sensor()
         self.reader = TemperatureReader(self.sensor, ReaderConfig(), clock=lambda: self.now_s)
@@ -124,12 +125,13 @@ def models(
         pytest.param(lambda: ProportionalThermalPolicy(target_temp_c=82.0), marks=pytest.mark.slow),
         pytest.param(lambda: PowerBudgetPolicy(budget_w=500.0), marks=pytest.mark.slow),
         lambda: TwoPhaseThermalPolicy(target_temp_c=82.0, budget_w=500.0, min_prefill_tokens=16),
+        lambda: None,
     ],
-    ids=["proportional", "power", "two_phase"],
+    ids=["proportional", "power", "two_phase", "control loop"],
 )
 def test_limits_are_those_of_a_core_that_never_changes_its_model(
     models: tuple[EngineConfig, EngineConfig],
-    make: Callable[[], SchedulerThermalPolicy],
+    make: Callable[[], SchedulerThermalPolicy | None],
     num_changes: int,
 ) -> None:
     lasting, changing = (Bench(models[0], make()) for _ in range(2))
@@ -149,6 +151,10 @@ def test_limits_are_those_of_a_core_that_never_changes_its_model(
             with pytest.raises(SwitchFailedError):
                 switcher.reconfigure_engine(config_payload(broken), 1 << 30)
         reading = COOL if number // 2 % 2 else HOT
+        if make() is None and number % 4 == 0:  # the loop holds over the next change
+            for bench in (lasting, changing):
+                bench.serve(HOT, 1)
+                bench.core.control(BatchControl(target_temp_c=82.0))
         limits = [bench.serve(reading, NUM_STEPS) for bench in (lasting, changing)]
         assert limits[1][-1] == limits[0][-1], (number, reading)
         if number % 2 and reading == HOT:  # it was hot before the change, too
@@ -159,5 +165,6 @@ def test_limits_are_those_of_a_core_that_never_changes_its_model(
     for bench in (lasting, changing):
         thermal = bench.core.stats.thermal
         assert thermal is not None
-        assert (thermal.policy_active, thermal.num_policy_faults) == (True, 0)
+        assert thermal.policy_active == (make() is not None or reading == HOT)
+        assert thermal.num_policy_faults == 0
         bench.core.close()
