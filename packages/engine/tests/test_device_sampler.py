@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -355,10 +356,29 @@ def test_on_a_gaudi_a_step_uploads_once_and_reads_once(stand_in, mode, tiny_mode
         assert core.stats.num_compilations == 0
 
 
-def test_a_request_that_the_device_cannot_sample_ends_alone(tiny_model: Path, monkeypatch) -> None:
-    """Of a batch whose sampling raises, each row is sampled again alone."""
-    core = EngineCore(settings_of(tiny_model, device=DeviceOnCPU()))
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_that_the_device_cannot_sample_ends_alone(
+    tiny_model: Path, monkeypatch, async_scheduling: bool
+) -> None:
+    """Of a batch whose sampling raises, each row is sampled again alone, into its slot alone."""
+    core = EngineCore(
+        settings_of(tiny_model, device=DeviceOnCPU(), async_scheduling=async_scheduling)
+    )
     core.warm_up()
+    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    drawn = attrs.evolve(greedy, temperature=1.5, seed=4)
+    requests = {"a": ((3, 4), drawn), "b": ((5, 6, 7), greedy), "c": ((6, 7), greedy)}
+
+    def serve(*keys: str) -> dict[str, list[int]]:
+        for key in keys:
+            core.add(key, GenerateRequest(*requests[key]))
+        found: dict[str, list[int]] = {}
+        while core.has_work:
+            for token in core.step():
+                found.setdefault(token.key, []).append(token.token_id)
+        return found
+
+    expected = serve("a", "c")
     find_edits = device_sampler.find_edits
 
     def broken(rows: Sequence[RowRequest | None]) -> object:
@@ -367,12 +387,5 @@ def test_a_request_that_the_device_cannot_sample_ends_alone(tiny_model: Path, mo
         return find_edits(rows)
 
     monkeypatch.setattr(device_sampler, "find_edits", broken)
-    greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    for key, prompt in {"a": (3, 4), "b": (5, 6, 7), "c": (6, 7)}.items():
-        core.add(key, GenerateRequest(prompt, greedy))
-    found: dict[str, list[int]] = {"a": [], "b": [], "c": []}
-    while core.has_work:
-        for token in core.step():
-            found[token.key].append(token.token_id)
+    assert serve("a", "b", "c") == expected
     assert [failure.key for failure in core.take_failures()] == ["b"]
-    assert [len(tokens) for tokens in found.values()] == [3, 0, 3]

@@ -131,12 +131,16 @@ class BatchBuilder:
         """Keep nothing of a step that was launched, so that its ids can leave the device."""
         self._sampled_ids = None
 
-    def _words(
+    def words(
         self, sequences: Scheduled, requests: Sequence[RowRequest | None], batch: int
     ) -> IntArray:
+        """What the sampler needs of these requests, see `Sampler.words`."""
         slots: Sequence[int] = ()
         if self._slots:
-            slots = [self._slots.get(sequence.seq_id, 0) for sequence in sequences]
+            slots = [
+                0 if request is None else self._slots.get(sequence.seq_id, 0)
+                for sequence, request in zip(sequences, requests, strict=True)
+            ]
         return self._sampler.words(requests, batch, slots)
 
     @property
@@ -201,7 +205,7 @@ class BatchBuilder:
         shape = self._prompt_shape(chunks)
         self.padded_tokens += shape.num_tokens - sum(len(chunk.token_ids) for chunk in chunks)
         requests = [rows.get(chunk.seq_id) for chunk in chunks]
-        words = self._words(chunks, requests, shape.batch)
+        words = self.words(chunks, requests, shape.batch)
         packed = build_prompt(chunks, shape, self._cache, self._upload, words)
         return (Batch(chunks, requests, packed),)
 
@@ -243,7 +247,7 @@ class BatchBuilder:
         scheduled = [*decodes, *chunks]
         self.padded_tokens += shape.num_tokens - sum(len(item.token_ids) for item in scheduled)
         requests = [rows.get(item.seq_id) for item in scheduled]
-        words = self._words(scheduled, requests, shape.batch)
+        words = self.words(scheduled, requests, shape.batch)
         cache, upload, ids = self._cache, self._upload, self._sampled_ids
         packed = build_mixed(decodes, layout, chunks, shape, cache, upload, words, ids)
         return Batch(scheduled, requests, packed)
@@ -282,7 +286,7 @@ class BatchBuilder:
     ) -> Batch:
         self.padded_tokens += shape.batch - len(decodes)
         requests = [rows.get(decode.seq_id) for decode in decodes]
-        words = self._words(decodes, requests, shape.batch)
+        words = self.words(decodes, requests, shape.batch)
         cache, upload, ids = self._cache, self._upload, self._sampled_ids
         packed = build_decode(decodes, layout, shape, cache, upload, words, ids)
         return Batch(decodes, requests, packed)

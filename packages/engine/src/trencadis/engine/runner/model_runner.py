@@ -365,7 +365,10 @@ class ModelRunner:
                 continue
             alone = [request if j == i else None for j in range(len(batch.requests))]
             try:
-                rows = self._sampler.launch(computed.logits, computed.sampler_words, alone)
+                # Those of the batch would write the tokens of all rows to their slots.
+                words = self.batches.words(batch.sequences, alone, batch.input.shape.batch)
+                uploaded = self._device.upload(torch.from_numpy(words))
+                rows = self._sampler.launch(computed.logits, uploaded, alone)
             except Exception as error:
                 logger.exception("Sampling sequence %d failed", sequence.seq_id)
                 failed[sequence.seq_id] = error
