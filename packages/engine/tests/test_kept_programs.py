@@ -135,6 +135,63 @@ def test_a_model_that_wakes_up_traces_nothing_and_a_sleeping_one_holds_no_device
 
 
 @pytest.mark.slow
+def test_a_model_that_wakes_up_has_its_programs_whatever_happened_meanwhile(
+    eager_gaudi: Any, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, switcher = started(config_of(models["one"]))
+    expected = serve(core)
+    switcher.sleep(1)
+    for width in range(MAX_KEPT):  # more structures than are kept
+        core.executor.programs.of(Net(width), core.config)
+    before = compiled(eager_gaudi)
+    switcher.wake_up()
+    switcher.sleep(2)
+    switcher.wake_up()
+    assert serve(core) == expected
+    assert compiled(eager_gaudi) == before
+    switcher.sleep(1)
+    worker, num_blocks = core.executor.worker, core.facts.limits.num_blocks
+    with monkeypatch.context() as patch:  # a smaller cache, and then none
+        patch.setattr(worker, "_fits", lambda _: False)
+        patch.setattr(worker._sizing, "num_blocks", lambda *_, **__: num_blocks - 1)
+        patch.setattr(worker._sizing, "make_cache", fail_on_device(worker._sizing.make_cache))
+        with pytest.raises(SwitchFailedError, match="no memory"):
+            switcher.wake_up()
+    switcher.wake_up()
+    assert serve(core) == expected
+    assert core.executor.worker.runner.buckets._num_blocks == core.facts.limits.num_blocks
+    assert core.stats.num_compilations == 0, "in live traffic"
+
+
+def fail_on_device(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(num_blocks: int, num_host_blocks: int, *device: Any) -> Any:
+        if not device:
+            raise RuntimeError("no memory")
+        return make(num_blocks, num_host_blocks, *device)
+
+    return made
+
+
+@pytest.mark.slow
+def test_what_is_ready_is_not_warmed_up_in_the_background_again(
+    eager_gaudi: Any, models: dict[str, Path]
+) -> None:
+    one_bucket = config_of(models["one"]).bucketing
+    two = attrs.evolve(one_bucket, prompt_query=AxisConfig(min=16, step=16, max=32))
+    changes = {"warmup": "background", "bucketing": two}
+    configs = [config_of(models[name], **changes) for name in ("one", "twin")]
+    core, switcher = started(configs[0])
+    while core.executor.is_warming_up:
+        core.advance_warm_up()
+    expected, before = serve(core), compiled(eager_gaudi)
+    for config in reversed(configs):
+        switch(switcher, config, NO_STASH)
+        assert not core.executor.is_warming_up
+    assert serve(core) == expected
+    assert compiled(eager_gaudi) == before
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stash_bytes", [STASH_BYTES, pytest.param(NO_STASH, marks=pytest.mark.slow)]
 )
@@ -281,3 +338,5 @@ def test_only_the_programs_that_a_sleeping_model_may_use_are_renewed() -> None:
     assert empty is not first
     assert store.of(Net(1), config) is empty
     assert store.of(Net(2), config) is second
+    assert store.of(Net(1), config, first) is empty, "not those of the old size"
+    assert ProgramStore().of(Net(1), config, first) is first, "that were dropped meanwhile"

@@ -260,6 +260,22 @@ def test_a_warm_up_of_ranks_may_take_as_long_as_the_start_of_a_core(
     assert limits == {"warm_up": core_supervisor._START_SECONDS}
 
 
+def test_what_ranks_have_counted_goes_on_after_a_sleep(
+    tiny_model: Path, start: Callable[..., EngineCore]
+) -> None:
+    """The runner that follows a sleep of level 2 begins at 0."""
+    core = start(tiny_model, use_buckets=True)
+    serve(core, [GREEDY], 2)
+    first = core.stats.num_padded_tokens
+    switcher = ModelSwitcher(core)
+    switcher.sleep(2)
+    switcher.wake_up()
+    assert core.stats.num_padded_tokens == first > 0
+    core.blocks.reset_prefix_cache()
+    serve(core, [GREEDY], 2)
+    assert core.stats.num_padded_tokens == 2 * first
+
+
 def test_norms_with_weights_of_each_head_are_rejected() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 8}
     for use_qk_norm, expected in ((True, "normalizes each head"), (False, "")):

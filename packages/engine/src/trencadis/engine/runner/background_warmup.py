@@ -23,7 +23,8 @@ class BackgroundWarmupLoop:
     ``in_thread``: in a thread beside the step loop, so that a request that arrives meanwhile is
     served at once. Otherwise in the step loop, for devices that only one thread may use. With a
     ``capture``, the graph of each bucket is captured after its warm-up, and in the end those that
-    need what other graphs have left of the budget. ``on_end`` is called when nothing is left.
+    need what other graphs have left of the budget. Without one, buckets that are ready before, as
+    of a model that was served earlier, are left out. ``on_end`` is called when nothing is left.
     """
 
     def __init__(
@@ -33,9 +34,15 @@ class BackgroundWarmupLoop:
         *,
         in_thread: bool,
         capture: GraphCapture | None = None,
+        is_ready: Callable[[Phase, Bucket], bool] = lambda phase, bucket: False,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._warmup = BackgroundWarmup(runtime, grids.prompt.buckets, grids.decode.buckets)
+        if capture is None:
+            for phase, grid in ((Phase.PROMPT, grids.prompt), (Phase.DECODE, grids.decode)):
+                for bucket in grid.buckets:
+                    if is_ready(phase, bucket):
+                        self._warmup.mark_ready(phase, bucket)
         self._capture = capture
         self._left_graphs: Iterator[object] | None = None if capture is None else capture.steps()
         self._in_thread = in_thread

@@ -83,14 +83,20 @@ class ProgramStore:
         """Compiled forward passes of all of them."""
         return sum(len(programs.forward) for _, _, programs in self._kept)
 
-    def of(self, model: nn.Module, config: EngineConfig) -> KeptPrograms:
-        """The programs for a model, which are new where none of its structure was served."""
+    def of(
+        self, model: nn.Module, config: EngineConfig, own: KeptPrograms | None = None
+    ) -> KeptPrograms:
+        """The programs for a model, which is served next.
+
+        Where there are none of its structure, ``own``, which it had when it was served before, or
+        new ones.
+        """
         structure, settings = structure_of(model), _settings_of_programs(config)
         for number, (*key, programs) in enumerate(self._kept):
             if key == [structure, settings]:
                 self._kept.append(self._kept.pop(number))
                 return programs
-        self._kept.append((structure, settings, KeptPrograms()))
+        self._kept.append((structure, settings, KeptPrograms() if own is None else own))
         if len(self._kept) > MAX_KEPT:
             dropped = self._kept.pop(0)[2]
             logger.info("%d programs that were not used last are dropped", len(dropped.forward))

@@ -161,10 +161,9 @@ class Worker:
         graphs = self.device.supports_graphs
         self._log_memory(f"Wrapping in {kind} Graph" if graphs else "Optimizing layers", before)
         self._log_memory("Loading model weights", start, in_total=True)
-        # A graph has addresses, and so has a program that shares the host's memory.
-        outlive = self.device.compiles_forward and not self.device.supports_graphs
-        store = self._program_store
-        self._programs = store.of(self._model, self.config) if outlive else KeptPrograms()
+        self._programs = KeptPrograms()
+        if self._programs_outlive:
+            self._programs = self._program_store.of(self._model, self.config)
 
     def _announce_pooling(self) -> None:
         logger.info("Embeddings are pooled from %s, and normalised", read_pooling(self.spec.source))
@@ -178,6 +177,7 @@ class Worker:
 
     def initialise_cache(self) -> None:
         """Profile the model, size and allocate the KV cache, build the grids and the runner."""
+        self.is_warm = False  # at once: an error leaves sizes without a runner for them
         config, device = self.config, self.device
         self.read = self.grids.read if self.grids else decode_read(config.bucketing)
         prompts = self._choice.prompt_grid()
@@ -204,7 +204,6 @@ class Worker:
         )
         self._traffic_log = self._choice.traffic_log(self.grids) if self._records else None
         self._set_policy_of_misses(forward_runner)
-        self.is_warm = False
 
     def _profile_and_allocate(self, prompts: Sequence[PromptShape | RaggedShape]) -> None:
         """Profiling run with the largest ``prompts``, memory plan, KV cache."""
@@ -376,6 +375,14 @@ class Worker:
         forward_runner.refuse_cold = policy == "refuse"
 
     @property
+    def _programs_outlive(self) -> bool:
+        """Whether programs stay when the model leaves the device.
+
+        A graph has addresses, and so has a program that shares the host's memory.
+        """
+        return self.device.compiles_forward and not self.device.supports_graphs
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the weights."""
         return num_weight_bytes(self._model)
@@ -401,12 +408,17 @@ class Worker:
         in_place = self.device.shares_host_memory
         if not in_place:
             move_weights(self._model, self.device.torch_device)
+        programs = self._programs
+        if self._programs_outlive:
+            programs = self._program_store.of(self._model, self.config, programs)
         num_blocks = self.limits.num_blocks
-        if self.runner.forward_runner.keeps_programs and (in_place or self._fits(num_blocks)):
+        is_kept = self.is_warm and self.runner.forward_runner.keeps_programs
+        if is_kept and programs is self._programs and (in_place or self._fits(num_blocks)):
             self._sampler.acquire()
             self.cache = self._sizing.make_cache(num_blocks, self._sizing.num_host_blocks())
             self.runner.use_cache(self.cache)
         else:
+            self._programs = programs
             self.grids = self._choice.sequence_grids()
             self.background = None
             self.initialise_cache()
@@ -501,6 +513,7 @@ class Worker:
             # No other thread may use the device while a graph is captured.
             in_thread=self.device.dynamic_shapes and capture is None,
             capture=capture,
+            is_ready=self.runner.buckets.is_ready,
             on_end=self.device.end_warm_up,
         )
         self.background.warm_up_first()

@@ -174,6 +174,7 @@ class RankExecutor:
 
     def wake(self, stop: Callable[[], bool] = lambda: False) -> ModelFacts:
         facts = self._facts(self._call("wake", limit_s=_START_SECONDS, stop=stop))
+        self._counters = self._ask_first("counters")  # a new runner's may begin again
         self.is_asleep = False
         return facts
 
