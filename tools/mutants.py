@@ -10,9 +10,9 @@
 package's source; the default tests of that package then run against the copy. A mutation is
 *killed* when a test fails. One that survives needs a new test, or, in the list, the reason why no
 caller can see it (``harmless``). ``tests/mutations/seeds.toml`` breaks requirements of the seeds,
-each in the package that it names: only the test that ``docs/seeds.md`` has for the requirement
-runs, and has to fail. The exit status is 1 where fewer than 90 % of a list are killed,
-or a survivor has no such reason.
+and ``attacks.toml`` brings defects back that attacks on a server found, each in the package that it
+names: only the test of the entry (``row``) runs, and has to fail. The exit status is 1 where fewer
+than 90 % of a list are killed, or a survivor has no such reason.
 """
 
 from __future__ import annotations

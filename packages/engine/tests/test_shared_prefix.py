@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -25,6 +26,8 @@ FEW_BUCKETS = BucketingConfig(
     decode_blocks=AxisConfig(min=40, step=40, max=40),
 )
 
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
 Tokens = dict[tuple[str, int], list[int]]
 
 
@@ -35,12 +38,13 @@ def config_of(model: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=str(model), **settings)
 
 
-def serve(core: EngineCore) -> tuple[Tokens, list[DecodeShape]]:
+def serve(core: EngineCore, *, warm_up: bool = True) -> tuple[Tokens, list[DecodeShape]]:
     """A request, then one more and one with two samples, once the prompt is cached.
 
     Returns their tokens, and the shape of each forward pass of decodes.
     """
-    core.warm_up()
+    if warm_up:
+        core.warm_up()
     runner, passes = core.executor.worker.runner.forward_runner, []
     run = runner.run
 
@@ -50,14 +54,13 @@ def serve(core: EngineCore) -> tuple[Tokens, list[DecodeShape]]:
         return run(batch)
 
     runner.run = recording  # type: ignore[method-assign]
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     found: Tokens = {}
     is_later = False
-    core.add("first", GenerateRequest((*SYSTEM, 1, 2), params))
+    core.add("first", GenerateRequest((*SYSTEM, 1, 2), GREEDY))
     while core.has_work:
         if len(passes) >= 3 and not is_later:
             is_later = True
-            core.add("second", GenerateRequest((*SYSTEM, 3), params))
+            core.add("second", GenerateRequest((*SYSTEM, 3), GREEDY))
             sampled = SamplingParams(n=2, seed=1, max_tokens=12, ignore_eos=True)
             core.add("samples", GenerateRequest((*SYSTEM, *range(9)), sampled))
         for token in core.step():
@@ -97,8 +100,35 @@ def test_shared_blocks_beyond_the_limit_are_gathered(
     with stand_in("lazy"):
         found, passes = serve(EngineCore(config_of(tiny_model, device=HPUDevice())))
     assert found == expected
-    assert any(shape.extra for shape in passes)
-    assert not any(shape.shared for shape in passes)
+    assert {(bool(shape.shared), bool(shape.extra)) for shape in passes} == {
+        (False, False),
+        (True, True),
+    }
+
+
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+def test_shared_blocks_are_brought_among_the_first(
+    stand_in, mode, tiny_model: Path, expected: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another request has the first blocks: a second prompt that many begin with."""
+    monkeypatch.setattr(shapes, "SHARED_TOKENS", 48)
+    first = GenerateRequest(tuple(range(60, 104)), GREEDY)
+    five = attrs.evolve(FEW_BUCKETS, decode_batch=AxisConfig(min=5, step=5, max=5))
+    with stand_in(mode):
+        settings = {"device": HPUDevice(), "max_num_seqs": 5, "bucketing": five}
+        core = EngineCore(config_of(tiny_model, **settings))
+        core.warm_up()
+        core.add("has the first blocks", first)
+        core.step()
+        found, passes = serve(core, warm_up=False)
+    assert found.pop(("has the first blocks", 0))
+    assert found == expected
+    assert core.stats.num_defragmented_blocks > 0
+    gathers = [bool(shape.extra) for shape in passes if shape.shared]
+    # The second request starts with a single token, in a batch of decodes that is laid out already.
+    assert gathers[0]
+    assert len(gathers) > 10
+    assert not any(gathers[1:])
 
 
 def test_without_warm_up_gathered_blocks_are_padded_to_powers_of_two(

@@ -148,6 +148,7 @@ class Run:
         self.defragmenter = Defragmenter(
             self.manager,
             DefragConfig(threshold=rng.randint(0, 2), keep_from=rng.choice((0.0, 0.05, 2.0))),
+            shared_within=rng.choice((0, 0, 2, 4, 6)),
         )
         self.theme = rng.randint(0, 1)
         self.tenants = TENANTS[: rng.randint(1, 3)]
@@ -285,8 +286,10 @@ class Run:
         self.plan.add(Direction.IN, due.in_)
 
     def defragment(self) -> None:
-        plan = self.defragmenter.defragment()
-        if plan is not None:
+        num_plans = 0
+        while (plan := self.defragmenter.defragment()) is not None:
+            num_plans += 1
+            assert num_plans < 20, "it comes to no end"
             copies = plan.padded_copies if self.padded else plan.copies
             self.plan.add(Direction.WITHIN, copies)
 

@@ -105,6 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
         threshold=st.integers(0, 2),
         keep_from=st.sampled_from([0.0, 0.05, 2.0]),
         window=st.sampled_from([None, None, 1, 2, 4, 5, 7, 11]),
+        shared_within=st.sampled_from([0, 2, 4, 7]),
     )
     def start(
         self,
@@ -118,6 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
         threshold: int,
         keep_from: float,
         window: int | None,
+        shared_within: int,
     ) -> None:
         config = CacheConfig(
             num_blocks=num_blocks,
@@ -133,8 +135,11 @@ class CacheMachine(RuleBasedStateMachine):
             config, hasher=RequestHasher(SIZE, digest), governor=governor if governed else None
         )
         self.defragmenter = Defragmenter(
-            self.manager, DefragConfig(threshold=threshold, keep_from=keep_from)
+            self.manager,
+            DefragConfig(threshold=threshold, keep_from=keep_from),
+            shared_within=shared_within,
         )
+        self.shared_within = shared_within
         self.cache = KVCache(
             layers=[LayerShape(1, 1, 1)] * LAYERS,
             num_blocks=num_blocks,
@@ -295,14 +300,31 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def defragment(self) -> None:
-        before, used = self.manager.pool.highest_used_block, self.manager.pool.num_used_blocks
-        plan = self.defragmenter.defragment()
-        if plan is None:
-            return
-        self.plan.add(Direction.WITHIN, plan.padded_copies)
-        assert before - self.defragmenter.config.threshold > used
-        assert self.manager.pool.highest_used_block == plan.highest_after == used
-        assert self.defragmenter.defragment() is None
+        used = self.manager.pool.num_used_blocks
+        for _ in range(10):
+            before, is_due = self.manager.pool.highest_used_block, self.defragmenter.is_due()
+            plan = self.defragmenter.defragment()
+            assert (plan is not None) == is_due
+            if plan is None:
+                break
+            self.plan.add(Direction.WITHIN, plan.padded_copies)
+            assert self.manager.pool.num_used_blocks == used
+            assert self.manager.pool.highest_used_block == plan.highest_after
+            if not self.shared_within:
+                assert before - self.defragmenter.config.threshold > used
+                assert plan.highest_after == used
+        else:
+            raise AssertionError("it comes to no end")
+        self.check_places_of_shared_blocks()
+
+    def check_places_of_shared_blocks(self) -> None:
+        """None beyond the first has twice as many sequences as one that has a place there."""
+        tables = [self.manager.block_table(seq).tolist() for seq in self.model]
+        holders = Counter(block for table in tables for block in set(table) - {0})
+        beyond = [n for block, n in holders.items() if n > 1 and block >= self.shared_within]
+        if self.shared_within and beyond:
+            places = range(1, min(self.shared_within, self.manager.config.num_blocks))
+            assert all(max(beyond) < 2 * max(1, holders[place]) for place in places)
 
     @rule(chance=st.integers(0, 9))
     def reset_prefix_cache(self, chance: int) -> None:

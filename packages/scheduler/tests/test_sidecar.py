@@ -332,7 +332,7 @@ def test_a_wrong_flag_ends_the_sidecar_with_an_error(
 
 def test_a_flag_is_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["--source", "nvml", "--insec"])
+        cli.main(["--source", "nvml", "--max-streams", "0", "--insec"])
     assert "unrecognized arguments: --insec" in capsys.readouterr().err
 
 

@@ -177,6 +177,23 @@ class BlockPool:
             self.prefix_index.register(kept_key, src)
         self._add_free_block(src)
 
+    def exchange(self, first: int, second: int) -> None:
+        """Exchange the references and the known content of two used blocks.
+
+        Raises `InvalidBlock` if one is free, or both are the same.
+        """
+        blocks = self.as_block(first), self.as_block(second)
+        if blocks[0] == blocks[1] or not all(self._ref_counts[block] for block in blocks):
+            raise InvalidBlock(
+                f"cannot exchange blocks {first} and {second}: exchange two used blocks"
+            )
+        keys = [self.prefix_index.drop(block) for block in blocks]
+        counts = [self._ref_counts[block] for block in blocks]
+        for block, key, count in zip(blocks, reversed(keys), reversed(counts), strict=True):
+            self._ref_counts[block] = count
+            if key is not None:
+                self.prefix_index.register(key, block)
+
     def require_movable(self, src: int, dst: int) -> None:
         """Raise `InvalidBlock` unless ``src`` is a used block and ``dst`` a free block."""
         if self.ref_count(src) == 0 or self.ref_count(dst) > 0:

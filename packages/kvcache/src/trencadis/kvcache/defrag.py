@@ -1,4 +1,4 @@
-"""The defragmenter: moves the highest used blocks to the lowest free blocks.
+"""The defragmenter: moves the highest used blocks to the lowest free blocks, shared ones first.
 
 Contiguous decode attention reads every block up to the highest used block, including the free
 blocks below it. The trigger, the threshold and the plan sizes are those of seed 000. The
@@ -10,18 +10,20 @@ allocation uses the low blocks that are left.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, cast
 
 import attrs
 
 from trencadis.kvcache.block_pool import BlockPool
-from trencadis.kvcache.config import MAX_NUM_BLOCKS, DefragConfig
+from trencadis.kvcache.config import MAX_NUM_BLOCKS, PADDING_BLOCK, DefragConfig
 from trencadis.kvcache.copy_plan import PLAN_SIZES, BlockCopy, Copies, pad_copies, plan_size
 from trencadis.kvcache.errors import InvalidSetting, shown
 from trencadis.kvcache.validators import instance_of, integer
 
 logger = logging.getLogger(__name__)
+
+_SHARED_WITHIN = integer(0, MAX_NUM_BLOCKS, remedy="pass the number of blocks that are shared")
 
 
 @attrs.frozen
@@ -61,6 +63,20 @@ class BlockOwner(Protocol):
         """Move used blocks to free blocks, all at once; returns the copies to carry out."""
 
 
+class SharingOwner(BlockOwner, Protocol):
+    """A `BlockOwner` whose blocks may have several sequences: a `BlockManager`."""
+
+    @property
+    def num_sharing_changes(self) -> int:
+        """Rises with each change of what `num_sequences_of_shared` returns."""
+
+    def num_sequences_of_shared(self) -> Mapping[int, int]:
+        """Of each block that several sequences have, how many."""
+
+    def rearrange(self, pairs: Sequence[BlockCopy]) -> Copies:
+        """Move used blocks, and what their destinations have to where they were."""
+
+
 class Defragmenter:
     """Defragments the blocks of one manager when the trigger fires.
 
@@ -68,10 +84,18 @@ class Defragmenter:
     built. Add its copies to the step's `CopyPlan` at that point. Mark the slots of earlier steps
     as computed before, because blocks without computed slots move without a copy. ``num_moved``
     counts the blocks of all plans. ``manager`` is for reading: a host compares it with its own.
+    ``shared_within``: blocks that several sequences have are brought among the first so many,
+    where attention scores a block once for all of them; 0: they may be anywhere.
     Raises `InvalidSetting` for arguments of other types.
     """
 
-    def __init__(self, manager: BlockOwner, config: DefragConfig | None = None) -> None:
+    def __init__(
+        self,
+        manager: BlockOwner,
+        config: DefragConfig | None = None,
+        *,
+        shared_within: int = 0,
+    ) -> None:
         if not isinstance(getattr(manager, "pool", None), BlockPool):
             raise InvalidSetting(
                 f"manager must be of type BlockManager, got {shown(manager)}", "manager"
@@ -80,31 +104,49 @@ class Defragmenter:
         instance_of(DefragConfig).checked("config", self.config)
         self.num_moved = 0
         self.manager = manager
+        self._shared_within = _SHARED_WITHIN.checked("shared_within", shared_within)
+        self._sharing: SharingOwner | None = None
+        if self._shared_within:
+            if not hasattr(manager, "rearrange"):
+                raise InvalidSetting(
+                    f"shared_within {shared_within} needs a BlockManager, got {shown(manager)}: "
+                    "leave it out",
+                    "shared_within",
+                )
+            self._sharing = cast("SharingOwner", manager)
+        self._arranged_at = -1
+        """The number of changes in sharing after which nothing was left to be rearranged."""
 
     def is_due(self) -> bool:
-        """Whether the highest used block exceeds the number of used blocks by the threshold.
+        """Whether `defragment` would move blocks: shared ones have places to go to, or the highest
+        used block exceeds the number of used blocks by the threshold.
 
         Never where the settings turn defragmentation off.
         """
+        return self.config.enabled and (self._is_scattered() or bool(self._choose_exchanges()))
+
+    def _is_scattered(self) -> bool:
         pool = self.manager.pool
-        return (
-            self.config.enabled
-            and pool.highest_used_block - self.config.threshold > pool.num_used_blocks
-        )
+        return pool.highest_used_block - self.config.threshold > pool.num_used_blocks
 
     def defragment(self) -> DefragPlan | None:
         """Move blocks if that is due; returns the plan, of at most 512 copies, or None.
 
-        Used blocks move from the highest block down to free blocks from the lowest block up, until
-        the used blocks are contiguous. The number of moves is minimal: each used block above the
-        number of used blocks has to move, and no other block moves.
+        Shared blocks take their places first, those with the most sequences before others. Where
+        none has to, used blocks move from the highest block down to free blocks from the lowest
+        block up, until the used blocks are contiguous. The number of these moves is minimal: each
+        used block above the number of used blocks has to move, and no other block moves.
         """
         if not self.is_due():
             return None
         pool = self.manager.pool
         highest_before = pool.highest_used_block
-        moves, kept = self._choose_moves()
-        copies = self.manager.relocate(moves, keep=kept)
+        moves = self._choose_exchanges()
+        if moves and self._sharing is not None:
+            copies = self._sharing.rearrange(moves)
+        else:
+            moves, kept = self._choose_moves()
+            copies = self.manager.relocate(moves, keep=kept)
         plan = DefragPlan(
             copies=copies,
             num_moved=len(moves),
@@ -116,6 +158,31 @@ class Defragmenter:
         if self.config.debug:
             _log(plan)
         return plan
+
+    def _choose_exchanges(self) -> list[BlockCopy]:
+        """Shared blocks beyond the first ones, each with the place among these that it takes.
+
+        A shared block gives its place up to one with twice as many sequences.
+        """
+        sharing = self._sharing
+        if sharing is None or sharing.num_sharing_changes == self._arranged_at:
+            return []
+        sequences, pool = sharing.num_sequences_of_shared(), self.manager.pool
+        beyond = [block for block in sequences if block >= self._shared_within]
+        moves: list[BlockCopy] = []
+        if beyond:
+            places = range(PADDING_BLOCK + 1, min(self._shared_within, pool.num_blocks))
+            beyond.sort(key=lambda block: (-sequences[block], block))
+            by_use = sorted(
+                places, key=lambda block: (sequences.get(block, 1), pool.ref_count(block))
+            )
+            for src, dst in zip(beyond, by_use, strict=False):
+                if sequences[src] < 2 * sequences.get(dst, 1):
+                    break
+                moves.append(BlockCopy(src, dst))
+        if not moves:
+            self._arranged_at = sharing.num_sharing_changes
+        return moves[: PLAN_SIZES[-1] // 2]
 
     def _choose_moves(self) -> tuple[list[BlockCopy], set[int]]:
         """The moves, and those of their destinations whose cached content is kept."""

@@ -453,6 +453,37 @@ class BlockManager:
         self._swapper.relocate(dict(moves))
         return tuple(copies)
 
+    @property
+    def num_sharing_changes(self) -> int:
+        """Rises with each change of what `num_sequences_of_shared` returns."""
+        return self._references.num_sharing_changes
+
+    def num_sequences_of_shared(self) -> dict[int, int]:
+        """Of each block that several sequences have, how many."""
+        return self._references.num_sequences_of_shared()
+
+    def rearrange(self, pairs: Sequence[BlockCopy]) -> Copies:
+        """Move used blocks to other blocks and update the block tables; returns the copies.
+
+        For `Defragmenter`. All happens at once: no block occurs twice. What a destination has moves
+        to the source, be it used or cached. Raises `InvalidBlock`.
+        """
+        pairs = as_block_copies(pairs)
+        to_free = [pair for pair in pairs if not self.pool.ref_count(pair.dst)]
+        exchanged = [pair for pair in pairs if self.pool.ref_count(pair.dst)]
+        if len({block for pair in pairs for block in pair}) < 2 * len(pairs):
+            raise InvalidBlock(f"a block occurs twice in {pairs}: move each block once")
+        for src, _ in pairs:
+            if not self.pool.ref_count(src):
+                raise InvalidBlock(f"block {src} is free: move used blocks")
+        copies = list(self.relocate(to_free, keep=[dst for _, dst in to_free]))
+        for pair in exchanged:
+            both = pair, BlockCopy(pair.dst, pair.src)
+            copies += [each for each in both if self._references.has_computed_slot(each.src)]
+            self._references.exchange(*pair)
+        self._swapper.relocate({**dict(exchanged), **{dst: src for src, dst in exchanged}})
+        return tuple(copies)
+
     def _num_prompt_blocks(self, token_ids: Sequence[int]) -> int:
         try:
             num_tokens = len(token_ids)

@@ -201,10 +201,12 @@ class BlockReferences:
     these sequences change when the defragmenter moves the block. Prefix hits, forks and swap ins
     put a shared block at the same position in every table, so a block has one position. A pending
     swap out keeps a reference that belongs to no sequence (see `detach`).
+    ``num_sharing_changes`` rises with each change of which blocks several sequences have.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self.pool = pool
+        self.num_sharing_changes = 0
         self._block_size = block_size
         # Most blocks belong to one sequence. Only further sequences need a set.
         self._first: list[SequenceState | None] = [None] * pool.num_blocks
@@ -226,6 +228,7 @@ class BlockReferences:
             self._position[block] = position
         else:
             self._others.setdefault(block, set()).add(sequence)
+            self.num_sharing_changes += 1
 
     def allocate_table(
         self, sequence: SequenceState, cached_blocks: Sequence[int], num_new: int
@@ -287,6 +290,7 @@ class BlockReferences:
         if others is None:
             self._first[block] = None
             return
+        self.num_sharing_changes += 1
         if self._first[block] is sequence:
             self._first[block] = others.pop()
         else:
@@ -306,6 +310,29 @@ class BlockReferences:
         self._position[dst] = self._position[src]
         if src in self._others:
             self._others[dst] = self._others.pop(src)
+            self.num_sharing_changes += 1
+
+    def exchange(self, first: int, second: int) -> None:
+        """Exchange two used blocks and update the tables of their sequences.
+
+        See `BlockPool.exchange` for the errors.
+        """
+        self.pool.exchange(first, second)
+        for block, other in ((first, second), (second, first)):
+            for sequence in self._sequences(block):
+                sequence.block_table.replace(self._position[block], other)
+        holders, places = self._first, self._position
+        holders[first], holders[second] = holders[second], holders[first]
+        places[first], places[second] = places[second], places[first]
+        others = self._others.pop(first, None), self._others.pop(second, None)
+        for block, of_other in zip((second, first), others, strict=True):
+            if of_other is not None:
+                self._others[block] = of_other
+        self.num_sharing_changes += 1
+
+    def num_sequences_of_shared(self) -> dict[int, int]:
+        """Of each block that several sequences have, how many."""
+        return {block: 1 + len(others) for block, others in self._others.items()}
 
     def has_computed_slot(self, block: int) -> bool:
         """Whether a used block has content. A block that only a pending swap out uses has.

@@ -128,10 +128,10 @@ class EngineCore:
             ),
             governor=swap_governor(config, facts.block_bytes),
         )
-        # Only a prefix gets shorter when blocks move down.
-        self._defragmenter = (
-            Defragmenter(self.blocks, config.defrag) if facts.read is DecodeRead.PREFIX else None
-        )
+        self._defragmenter = None
+        if facts.read is DecodeRead.PREFIX:  # only a prefix gets shorter when blocks move down
+            shared = facts.num_shared_blocks
+            self._defragmenter = Defragmenter(self.blocks, config.defrag, shared_within=shared)
         self.scheduler = Scheduler(
             facts.limits.scheduler_config(
                 max_waiting=config.max_waiting,

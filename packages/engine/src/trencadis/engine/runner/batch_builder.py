@@ -266,12 +266,8 @@ class BatchBuilder:
         shape = self._padded_decode((batch, blocks))
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
         if layout.num_extra and shape.blocks and self._forward_runner.scores_shared:
-            shared = with_shared(shape, self._cache.block_size)
-            if layout.extra_block.max() < shared.shared:
-                shape = shared
-                layout = lay_out_decodes(
-                    decodes, shape.blocks, self._cache.block_size, shape.shared
-                )
+            shape = with_shared(shape, self._cache.block_size)
+            layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size, shape.shared)
         num_extra = layout.num_extra
         if num_extra and shape.blocks:
             if self._forward_runner.needs_warmup and num_extra > shape.blocks:

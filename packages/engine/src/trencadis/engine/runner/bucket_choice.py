@@ -95,7 +95,8 @@ class BucketChoice:
         """The shapes that batches of a bucket have.
 
         A decode bucket that reads a prefix has two: without gathered blocks, and with as many as
-        it has blocks; and one with the shared blocks in place, where attention scores those.
+        it has blocks. Where attention scores shared blocks in place, there is one with these alone,
+        and they are not gathered.
         """
         if phase is Phase.PROMPT:
             return self._grids.prompt_shapes(bucket.shape) if self._grids else ()
@@ -103,12 +104,13 @@ class BucketChoice:
         shape = padded_decode((batch, length), self._read, self._block_size, self._num_blocks)
         if shape.batch == 1 or not shape.blocks or not self._forward_runner.needs_warmup:
             return (shape,)
-        gathered = attrs.evolve(shape, extra=shape.blocks)
         if not self._forward_runner.scores_shared:
-            return shape, gathered
+            return shape, attrs.evolve(shape, extra=shape.blocks)
         shared = with_shared(shape, self._block_size)
         # Where all blocks can be shared, nothing is left to be gathered.
-        return (shape, shared) if shared.shared == shape.blocks else (shape, shared, gathered)
+        if shared.shared == shape.blocks:
+            return shape, shared
+        return shape, shared, attrs.evolve(shared, extra=shape.blocks)
 
     def is_ready(self, phase: Phase, bucket: Bucket) -> bool:
         """Whether all shapes of a bucket are warmed up, be it by live traffic."""

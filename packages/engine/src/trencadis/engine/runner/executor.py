@@ -37,7 +37,8 @@ class ModelFacts:
     """A model with its KV cache, as the core has to know it.
 
     ``block_bytes``: bytes of a KV block in all layers. ``max_chunk_tokens``: the longest prefill
-    chunk; None without buckets. ``read``: how decode reads the cache. ``num_buckets``: of both
+    chunk; None without buckets. ``read``: how decode reads the cache. ``num_shared_blocks``: how
+    many of the first blocks are scored once for all sequences of a batch. ``num_buckets``: of both
     phases. ``embedding_size``: numbers of an embedding; 0 for a model without.
     """
 
@@ -48,6 +49,7 @@ class ModelFacts:
     block_bytes: int
     max_chunk_tokens: int | None
     read: DecodeRead
+    num_shared_blocks: int
     dtype: str
     num_buckets: int
     embedding_size: int

@@ -258,6 +258,7 @@ class InProcessExecutor:
             block_bytes=worker.block_bytes,
             max_chunk_tokens=grids.max_chunk_tokens if grids else None,
             read=worker.read,
+            num_shared_blocks=worker.num_shared_blocks,
             dtype=str(worker.dtype).removeprefix("torch."),
             num_buckets=grids.num_buckets if grids else 0,
             embedding_size=worker.embedding_size,

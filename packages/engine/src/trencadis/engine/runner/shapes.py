@@ -164,9 +164,14 @@ SHARED_TOKENS = 8192
 an 8B model that is 0.55 teraflop, 0.3 ms at the peak of Gaudi 3, which reads its weights in 4.3."""
 
 
+def most_shared_blocks(block_size: int) -> int:
+    """Blocks, from 0 on, that may be scored for every sequence of a batch."""
+    return ceil_div(SHARED_TOKENS, block_size)
+
+
 def with_shared(shape: DecodeShape, block_size: int) -> DecodeShape:
     """The shape of a batch whose sequences share blocks among the first of the prefix."""
-    return attrs.evolve(shape, shared=min(shape.blocks, ceil_div(SHARED_TOKENS, block_size)))
+    return attrs.evolve(shape, shared=min(shape.blocks, most_shared_blocks(block_size)))
 
 
 def most_prefix_pairs(num_blocks: int) -> int:

@@ -53,7 +53,12 @@ from trencadis.engine.runner.prompt_scorer import PromptScorer
 from trencadis.engine.runner.sampler import HostSampler
 from trencadis.engine.runner.sampler_warmup import SamplerWarmup
 from trencadis.engine.runner.sampling_rows import Sampler
-from trencadis.engine.runner.shapes import DecodeRead, PromptShape, RaggedShape
+from trencadis.engine.runner.shapes import (
+    DecodeRead,
+    PromptShape,
+    RaggedShape,
+    most_shared_blocks,
+)
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache.tensors import KVCache
 from trencadis.warmup import (
@@ -274,6 +279,13 @@ class Worker:
     def block_bytes(self) -> int:
         """Bytes of one KV block in all layers."""
         return self._sizing.block_bytes
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """How many of the first blocks decode scores once for all sequences; 0 for none."""
+        if self.read is not DecodeRead.PREFIX or not self.device.attention.scores_shared:
+            return 0
+        return most_shared_blocks(self.config.block_size)
 
     @property
     def captures_graphs(self) -> bool:
