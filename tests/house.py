@@ -202,7 +202,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "yaml_nodes",
         },
         {"core_supervisor", "multi_model_config", "tokenizer"},
-        {"detokenizer"},
+        {"bad_words", "detokenizer"},
         {"request_stream"},
         {"open_requests"},
         {"model_changes"},

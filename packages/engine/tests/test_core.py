@@ -282,6 +282,32 @@ def test_an_answer_has_only_allowed_tokens(tiny_model: Path) -> None:
     assert free.completions == alone.completions
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_answer_has_no_bad_words(tiny_model: Path, async_scheduling: bool) -> None:
+    """The tokenizer has a token for each byte: of a word only the last letter is forbidden."""
+    llm = LLM(str(tiny_model), **settings(async_scheduling=async_scheduling))
+    letters = llm.tokenizer.encode("abcdefghij", add_special_tokens=False)
+    biases = dict.fromkeys(letters, 60.0)
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logit_bias=biases)
+    (free,) = llm.generate([(1, 2, 3)], greedy)
+    words = {free.completions[0].text[start : start + 3] for start in (0, 4, 9)}
+    rules = [
+        {"bad_words": words},
+        {"bad_words": words, "temperature": 1.0, "seed": 3, "n": 3},
+        {"bad_words": [free.completions[0].text[0]], "repetition_penalty": 1.1},
+        {},
+    ]
+    params = [attrs.evolve(greedy, **rule) for rule in rules]
+    several, drawn, letter, same = llm.generate([(1, 2, 3)] * len(rules), params)
+    answers = [answer.text for each in (several, drawn) for answer in each.completions]
+    assert not any(word in answer for word in words for answer in answers)
+    assert rules[2]["bad_words"][0] not in letter.completions[0].text
+    assert same.completions == free.completions
+    assert answers[0] != free.completions[0].text
+    (alone,) = llm.generate([(1, 2, 3)], params[0])
+    assert alone.completions == several.completions
+
+
 def test_logprobs_come_with_every_token(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), **settings())
     (one,) = llm.generate(["hi"], SamplingParams(temperature=0.0, max_tokens=4, logprobs=3))
@@ -334,6 +360,8 @@ def test_full_queue_is_refused_and_the_rest_goes_on(tiny_model: Path) -> None:
         ((1,), SamplingParams(logit_bias={258: 1.0}), "logit_bias"),
         ((1,), SamplingParams(stop_token_ids=(258,)), "stop_token_ids"),
         ((1,), SamplingParams(allowed_token_ids=(1, 258)), "allowed_token_ids"),
+        ((1,), SamplingParams(bad_words=[(1, 258)]), "bad_words"),
+        ((1,), SamplingParams(bad_words=["a"]), "bad_words"),
     ],
 )
 def test_bad_request_names_its_field(

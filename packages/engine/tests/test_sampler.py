@@ -287,6 +287,7 @@ VALUES = {
     **{"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False},
     **{"logprobs": 1, "prompt_logprobs": 1, "logit_bias": {1: 1.0}},
     "allowed_token_ids": (1, 2),
+    "bad_words": ("no",),
     "structured_output": StructuredOutput(regex="a"),
 }
 """A value of each sampling parameter that differs from its default."""

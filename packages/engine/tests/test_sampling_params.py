@@ -43,6 +43,8 @@ CASES = [
     ("stop_token_ids", range(4097)),
     *(("allowed_token_ids", value) for value in ([1.5], 7, "77", ["7"], [True], [-1], [HUGE])),
     *(("allowed_token_ids", value) for value in ([], range(4097))),
+    *(("bad_words", value) for value in ("no", 7, [7], [b"no"], [""], ["  "], ["\ud800"], [None])),
+    *(("bad_words", value) for value in (["a" * 129], ["a"] * 257)),
     ("logit_bias", dict.fromkeys(range(4097), 1.0)),
     *(("logit_bias", value) for value in ({1.5: 2}, {"7": 1}, {True: 1}, {-1: 1}, {HUGE: 1})),
     *(("logit_bias", value) for value in ([(7, 1)], 7, "7", {7: "1"}, {7: None}, {7: True})),

@@ -28,6 +28,7 @@ VALUES = {
     "stop": ["x"],
     "stop_token_ids": [7],
     "allowed_token_ids": [7, 8],
+    "bad_words": ["no"],
 }
 """JSON values other than the default, of parameters without bounds that are not flags."""
 

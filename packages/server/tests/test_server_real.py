@@ -481,6 +481,8 @@ def test_a_stop_string_ends_the_answer_before_it(client, model):
     full = client.chat.completions.create(**fields).choices[0].message.content
     stopped = client.chat.completions.create(**fields, stop=["Paris"]).choices[0]
     assert stopped.message.content == full.partition("Paris")[0]
+    others = client.chat.completions.create(**fields, extra_body={"bad_words": ["Paris"]})
+    assert "Paris" not in others.choices[0].message.content
     assert stopped.finish_reason == "stop"
     assert stopped.stop_reason == "Paris"
 

@@ -26,6 +26,7 @@ from trencadis.engine.api.requests import (
 )
 from trencadis.engine.api.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
@@ -116,6 +117,7 @@ _LOADED_ON_USE = {
 __all__ = [
     "LLM",
     "MAX_ALLOWED_TOKEN_IDS",
+    "MAX_BAD_WORDS",
     "MAX_BIASES",
     "MAX_CACHE_SALT",
     "MAX_STOP_TOKEN_IDS",

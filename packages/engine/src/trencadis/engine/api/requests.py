@@ -70,6 +70,14 @@ class RequestFields(TypedDict, total=False):
     client: str
 
 
+def _bad_tokens(params: SamplingParams) -> list[tuple[int, ...]]:
+    """Those of ``params.bad_words``. Raises `InvalidRequest` for texts."""
+    tokens = [word for word in params.bad_words if not isinstance(word, str)]
+    if len(tokens) < len(params.bad_words):
+        raise InvalidRequest("bad_words has texts, and this needs their token ids", "bad_words")
+    return tokens
+
+
 @attrs.frozen
 class PromptRequest:
     """The fields of every request. Raises `InvalidRequest`, which names the field.
@@ -190,6 +198,7 @@ class GenerateRequest(PromptRequest):
             "logit_bias": params.logit_bias,
             "stop_token_ids": params.stop_token_ids,
             "allowed_token_ids": params.allowed_token_ids,
+            "bad_words": [token for word in _bad_tokens(params) for token in word],
         }
         for name, token_ids in listed.items():
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:

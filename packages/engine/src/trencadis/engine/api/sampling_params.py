@@ -34,6 +34,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 4096
 MAX_BIASES = 4096
 MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 128
+"""In characters."""
 MAX_SEQUENCES = 128
 """Maximum number of sequences of one request."""
 
@@ -67,6 +70,17 @@ def _stop_strings(values: str | Iterable[str] | None) -> tuple[str, ...]:
 
 def _stop_token_ids(values: Iterable[int] | None) -> tuple[int, ...]:
     return _token_ids(values, "stop_token_ids")
+
+
+def _bad_words(values: Iterable[str | Iterable[int]] | None) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(values, str):  # each of its characters would be a word
+        raise InvalidRequest(f"bad_words must be a list of texts, got {shown(values)}", "bad_words")
+    words = _tuple(values, "bad_words", "texts")
+    is_text = (isinstance(word, (str, bytes)) for word in words)  # bytes are rejected, too
+    return tuple(
+        word if keeps else _token_ids(word, "bad_words")
+        for word, keeps in zip(words, is_text, strict=True)
+    )
 
 
 def _allowed_token_ids(values: Iterable[int] | None) -> tuple[int, ...] | None:
@@ -230,6 +244,16 @@ class SamplingParams:
             "it. Null: all."
         ),
     )
+    bad_words: tuple[str | tuple[int, ...], ...] = attrs.field(
+        default=(),
+        converter=_bad_words,
+        metadata=_help(
+            f"At most {MAX_BAD_WORDS} texts that an answer must not have: the last token of each "
+            "is forbidden after the others, as the text is tokenized alone and after a space. A "
+            "word that other tokens spell is not noticed."
+        ),
+    )
+    """Also lists of token ids: an `EngineCore`, which has no tokenizer, takes no texts."""
     structured_output: StructuredOutput | None = attrs.field(
         default=None,
         metadata=_help("The form that each answer has: JSON, a schema, a regex, a grammar."),
@@ -263,6 +287,26 @@ class SamplingParams:
         if not _are_token_ids(value):
             for token in value:
                 _check_token_id(token, "allowed_token_ids")
+
+    @bad_words.validator
+    def _check_bad_words(self, _: object, value: tuple[str | tuple[int, ...], ...]) -> None:
+        texts = [word for word in value if isinstance(word, str)]
+        _check_count(texts, MAX_BAD_WORDS, "bad_words")
+        _check_count(value, 2 * MAX_BAD_WORDS, "bad_words")  # a text is two lists of tokens
+        for word in value:
+            if isinstance(word, tuple):
+                for token in word:
+                    _check_token_id(token, "bad_words")
+            if not 1 <= len(word) <= MAX_BAD_WORD_LENGTH or word == " " * len(word):
+                raise InvalidRequest(
+                    f"bad_words must be texts of 1 to {MAX_BAD_WORD_LENGTH} characters that are "
+                    f"not spaces alone, got {shown(word)}",
+                    "bad_words",
+                )
+            if not (isinstance(word, tuple) or is_text(word)):
+                raise InvalidRequest(
+                    f"bad_words must be texts that UTF-8 can encode, got {shown(word)}", "bad_words"
+                )
 
     @logit_bias.validator
     def _check_logit_bias(self, _: object, value: Mapping[int, float]) -> None:

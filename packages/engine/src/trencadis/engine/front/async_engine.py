@@ -36,6 +36,7 @@ from trencadis.engine.errors import (
     SwitchInProgressError,
     shown,
 )
+from trencadis.engine.front.bad_words import with_bad_tokens
 from trencadis.engine.front.core_supervisor import CoreClient, CoreSupervisor
 from trencadis.engine.front.grammar_checks import GrammarChecks
 from trencadis.engine.front.model_changes import ModelChanges, end_future
@@ -222,6 +223,7 @@ class EngineFront:
             self._changes.check_admission()
             if num_models != self._changes.num_models:
                 raise SwitchInProgressError("the model was switched meanwhile: send it again")
+        request = with_bad_tokens(request, self.tokenizer)
         # Keys are never reused, so a late token of an ended request cannot reach another one.
         key = f"{name}/{number}"
         queue: asyncio.Queue[CompletionDelta | EngineError] = asyncio.Queue()

@@ -40,6 +40,7 @@ from trencadis.engine.errors import (
     RequestFailed,
     shown,
 )
+from trencadis.engine.front.bad_words import with_bad_tokens
 from trencadis.engine.front.interrupts import deferred_interrupts
 from trencadis.engine.front.pooled_results import Embedding, Score, check_pooling, check_scoring
 from trencadis.engine.front.request_stream import RequestStream
@@ -251,7 +252,7 @@ class LLM:
         if self.core.spec.is_pooling:
             raise generates_nothing()
         jobs = [
-            self._job(number, partial(GenerateRequest, prompt, prompt_params, **fields))
+            self._job(number, partial(self._request_of, prompt, prompt_params, fields))
             for number, (prompt, prompt_params) in enumerate(
                 zip(prompts, _per_prompt(params, prompts), strict=True)
             )
@@ -265,6 +266,12 @@ class LLM:
             )
             for job in jobs
         ]
+
+    def _request_of(
+        self, prompt: Any, params: SamplingParams, fields: RequestFields
+    ) -> GenerateRequest:
+        request = GenerateRequest(prompt, params, **fields)
+        return with_bad_tokens(request, self.tokenizer)
 
     def _pooled(self, prompts: Sequence[Sequence[int]], fields: RequestFields) -> list[_Job]:
         jobs = [

@@ -77,7 +77,9 @@ def apply_edits(logits: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 def _edits_of(row: RowRequest) -> tuple[IntArray, FloatArray, FloatArray, FloatArray] | None:
     """Token ids, bias, penalty and lowering of one row; None without any."""
     params, history = row.samples[0].params, row.samples[0].history
-    forbidden = row.forbidden_token_ids if row.mask is None else frozenset[int]()
+    forbidden = row.bad_next_ids
+    if row.mask is None:
+        forbidden |= row.forbidden_token_ids
     repeats = params.repetition_penalty != 1.0
     counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     counts = counts and row.num_output_tokens > 0

@@ -34,8 +34,8 @@ class TokenMask(Protocol):
 class SampleSettings:
     """How the tokens of a sequence are sampled; one value for all of its steps.
 
-    ``history``: the tokens of the sequence, prompt and output, where penalties need them; else
-    empty. It is not a copy: the tokens of later steps follow in it.
+    ``history``: the tokens of the sequence, prompt and output, where penalties or ``bad_words``
+    need them; else empty. It is not a copy: the tokens of later steps follow in it.
     """
 
     params: SamplingParams
@@ -66,9 +66,10 @@ class SampleSettings:
         num_prompt_tokens: int,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> SampleSettings:
-        """The settings of a sequence with these tokens, its history where penalties need it."""
+        """The settings of a sequence with these tokens, its history where it is needed."""
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        history = () if penalties == (1.0, 0.0, 0.0) else token_ids
+        needs_history = penalties != (1.0, 0.0, 0.0) or bool(params.bad_words)
+        history = token_ids if needs_history else ()
         return cls(params, seed, num_prompt_tokens, eos_token_ids, history)
 
 
@@ -99,6 +100,18 @@ class RowRequest(NamedTuple):
         if self.num_output_tokens >= sample.params.min_tokens:
             return frozenset()
         return sample.eos_token_ids.union(sample.params.stop_token_ids)
+
+    @property
+    def bad_next_ids(self) -> frozenset[int]:
+        """The last tokens of the ``bad_words`` that the output ends with the others of."""
+        sample = self.samples[0]
+        if not sample.params.bad_words:
+            return frozenset()
+        output = tuple(sample.history[sample.num_prompt_tokens : self.num_tokens])
+        words = (word for word in sample.params.bad_words if isinstance(word, tuple))
+        return frozenset(
+            word[-1] for word in words if len(word) == 1 or output[-len(word) + 1 :] == word[:-1]
+        )
 
 
 class PromptTargets(NamedTuple):

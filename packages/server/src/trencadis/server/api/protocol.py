@@ -29,6 +29,7 @@ from typing_extensions import Self
 
 from trencadis.engine import (
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_CACHE_SALT,
     MAX_STOP_TOKEN_IDS,
@@ -243,6 +244,9 @@ class GenerationRequest(RequestBody):
     allowed_token_ids: (
         Annotated[list[int], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
     ) = _parameter("allowed_token_ids")
+    bad_words: Annotated[list[Text], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = (
+        _parameter("bad_words")
+    )
     ignore_eos: bool | None = _parameter("ignore_eos")
     include_stop_str_in_output: bool | None = _parameter("include_stop_str_in_output")
     skip_special_tokens: bool | None = _parameter("skip_special_tokens")

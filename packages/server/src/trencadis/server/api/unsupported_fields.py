@@ -36,7 +36,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     # vLLM
-    "bad_words": ([],),
     "chat_template": _NULL_ONLY,
     "guided_whitespace_pattern": _NULL_ONLY,
     "kv_transfer_params": _NULL_ONLY,
