@@ -193,7 +193,7 @@ def is_killed(package: str, change: Change, num_files: int) -> bool:
         file.write_bytes(source)
         tests: list[Path] = named_most(package, change.module, num_files or 1)
         runs = [[test] for test in tests] if num_files else [tests, [directory / "tests"]]
-        return any(fails(copy, paths) for paths in runs if paths)
+        return any(fails(copy, paths, may_be_none=True) for paths in runs if paths)
 
 
 def lines_of(package: str, results: Sequence[tuple[Change, bool]]) -> Iterator[str]:
