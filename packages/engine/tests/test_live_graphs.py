@@ -157,5 +157,5 @@ def test_a_rank_passes_on_the_error_of_a_capture(
     monkeypatch.setattr(core.executor.device, "capture", fail)
     monkeypatch.setattr(core.executor.worker.runner, "_divides_failed_batches", False)
     assert serve(core, PROMPTS[0]) == {}, "its second step captures a graph before it has a token"
-    assert "no memory" in str(core.take_failures())
+    assert "capturing a graph failed: no memory" in str(core.take_failures())
     assert serve(core, PROMPTS[0]) == expected, "once: no more graphs are captured"

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from trencadis.engine import ModelError
-from trencadis.engine.runner.ranks import rank_process
-from trencadis.engine.runner.ranks.rank_messages import Answer, Call, Cold, MessageReader
+from trencadis.engine.runner.ranks import rank_process, rank_processes
+from trencadis.engine.runner.ranks.rank_messages import Answer, Call, Cold, MessageReader, encode
+from trencadis.engine.runner.ranks.rank_processes import RankProcesses
 from trencadis.engine.runner.step import StepInput, StepResult
 
 LIMIT_SECONDS = 30.0
@@ -113,3 +116,31 @@ def test_a_question_is_answered_after_the_steps_before_it() -> None:
 def test_the_core_is_told_what_may_compile_and_during_which_call() -> None:
     rank = Rank(Executor(on_host=False)).given(Call(7, "compiles", ("a shape",)))
     assert rank.answers(2) == [Cold(7, "a shape"), Answer(7)]
+
+
+def test_what_compiles_after_another_rank_has_failed_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits for the failed one in a collective call."""
+    monkeypatch.setattr(rank_processes, "_OTHERS_SECONDS", 0.2)
+    pairs = [socket.socketpair() for _ in range(2)]
+    told: list[str] = []
+    processes: Any = RankProcesses.__new__(RankProcesses)
+    processes._failure, processes._cold, processes._on_cold = "", set(), told.append
+    processes._unread, processes._end = {1: {}}, lambda: None
+    processes._processes = [SimpleNamespace(pid=1, poll=lambda: None)] * 2
+    processes._connections = [ours for ours, _ in pairs]
+    processes._readers = [MessageReader(ours) for ours, _ in pairs]
+    pairs[0][1].sendall(encode(Answer(1, error=ModelError("no memory"))))
+
+    def compile_late() -> None:
+        if not told_late:
+            told_late.append("sent")
+            pairs[1][1].sendall(encode(Cold(1, "a shape")))
+
+    told_late: list[str] = []
+    with pytest.raises(ModelError, match="no memory"):
+        processes.answers(1, LIMIT_SECONDS, while_waiting=compile_late)
+    assert told_late
+    assert not told
+    assert "rank 0 has failed alone" in processes._failure

@@ -14,6 +14,7 @@ from trencadis.kvcache import (
     PLAN_SIZES,
     BlockCopy,
     BlockManager,
+    BlockRemapper,
     CacheConfig,
     DefragConfig,
     Defragmenter,
@@ -287,3 +288,39 @@ def test_no_move_is_repeated() -> None:
 @pytest.mark.soak
 def test_no_move_is_repeated_in_100_000_steps() -> None:
     assert soak(100_000) > 1_000
+
+
+def test_used_blocks_become_contiguous_before_shared_ones_take_their_places() -> None:
+    """The prefix that decode reads must not stay long because blocks are shared all the time."""
+    manager = fragmented(40, {*range(1, 9), 20, 30})
+    manager.fork(30, 100)
+    defragmenter = Defragmenter(manager, DefragConfig(threshold=4), shared_within=4)
+    first, second = defragmenter.defragment(), defragmenter.defragment()
+    assert first is not None
+    assert (first.highest_after, first.num_moved) == (10, 2)
+    assert second is not None
+    assert (second.highest_after, second.num_moved) == (10, 1)
+    assert manager.block_table(30).tolist() == manager.block_table(100).tolist()
+    assert manager.block_table(30)[0] < 4
+    assert defragmenter.defragment() is None
+
+
+def test_cached_content_at_the_place_of_a_shared_block_is_kept_where_others_is() -> None:
+    for keep_from, num_copies in ((2.0, 1), (0.0, 2)):
+        config = CacheConfig(num_blocks=20, block_size=1)
+        manager = BlockManager(config)
+        for block in range(1, 8):
+            manager.allocate(block, [block])
+            manager.mark_computed(block, 1)
+        manager.fork(7, 100)
+        manager.free(1)
+        settings = DefragConfig(threshold=10, keep_from=keep_from)
+        plan = Defragmenter(manager, settings, shared_within=2).defragment()
+        assert plan is not None
+        assert len(plan.copies) == num_copies
+        assert manager.block_table(100).tolist() == [1]
+
+
+def test_a_block_remapper_has_no_shared_blocks_to_rearrange() -> None:
+    with pytest.raises(InvalidSetting, match="shared_within 3 needs a BlockManager"):
+        Defragmenter(BlockRemapper(20), shared_within=3)

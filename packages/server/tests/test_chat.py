@@ -241,7 +241,7 @@ WITHOUT_EFFECT = {
     **dict.fromkeys(("chat_template", "guided_whitespace_pattern", "kv_transfer_params"), None),
     **dict.fromkeys(("logprob_token_ids", "mm_processor_kwargs", "prompt_embeds"), None),
     **dict.fromkeys(("repetition_detection", "vllm_xargs"), None),
-    **{name: [] for name in ("functions", "bad_words", "logits_processors")},
+    **{name: [] for name in ("functions", "logits_processors")},
     **dict.fromkeys(("return_prompt_text", "watermarking"), False),
     "function_call": "none",
     "modalities": ["text"],

@@ -73,8 +73,8 @@ class SharingOwner(BlockOwner, Protocol):
     def num_sequences_of_shared(self) -> Mapping[int, int]:
         """Of each block that several sequences have, how many."""
 
-    def rearrange(self, pairs: Sequence[BlockCopy]) -> Copies:
-        """Move used blocks, and what their destinations have to where they were."""
+    def rearrange(self, pairs: Sequence[BlockCopy], *, keep: Collection[int] = ()) -> Copies:
+        """As `relocate`; used destinations are exchanged for their sources."""
 
 
 class Defragmenter:
@@ -114,8 +114,8 @@ class Defragmenter:
                     "shared_within",
                 )
             self._sharing = cast("SharingOwner", manager)
-        self._arranged_at = -1
-        """The number of changes in sharing after which nothing was left to be rearranged."""
+        self._exchanges: tuple[int, list[BlockCopy]] = -1, []
+        """Those that were chosen last, and after how many changes in sharing."""
 
     def is_due(self) -> bool:
         """Whether `defragment` would move blocks: shared ones have places to go to, or the highest
@@ -132,21 +132,22 @@ class Defragmenter:
     def defragment(self) -> DefragPlan | None:
         """Move blocks if that is due; returns the plan, of at most 512 copies, or None.
 
-        Shared blocks take their places first, those with the most sequences before others. Where
-        none has to, used blocks move from the highest block down to free blocks from the lowest
-        block up, until the used blocks are contiguous. The number of these moves is minimal: each
-        used block above the number of used blocks has to move, and no other block moves.
+        Used blocks move from the highest block down to free blocks from the lowest block up, until
+        the used blocks are contiguous. The number of moves is minimal: each used block above the
+        number of used blocks has to move, and no other block moves. Where that is not due, shared
+        blocks take their places, those with the most sequences before others.
         """
         if not self.is_due():
             return None
         pool = self.manager.pool
         highest_before = pool.highest_used_block
-        moves = self._choose_exchanges()
-        if moves and self._sharing is not None:
-            copies = self._sharing.rearrange(moves)
-        else:
+        if self._sharing is None or self._is_scattered():
             moves, kept = self._choose_moves()
             copies = self.manager.relocate(moves, keep=kept)
+        else:
+            moves = self._choose_exchanges()
+            kept = {dst for _, dst in moves if self._is_worth_keeping(dst)}
+            copies = self._sharing.rearrange(moves, keep=kept)
         plan = DefragPlan(
             copies=copies,
             num_moved=len(moves),
@@ -165,11 +166,14 @@ class Defragmenter:
         A shared block gives its place up to one with twice as many sequences.
         """
         sharing = self._sharing
-        if sharing is None or sharing.num_sharing_changes == self._arranged_at:
+        if sharing is None:
             return []
+        num_changes, moves = self._exchanges
+        if num_changes == sharing.num_sharing_changes:
+            return moves
         sequences, pool = sharing.num_sequences_of_shared(), self.manager.pool
         beyond = [block for block in sequences if block >= self._shared_within]
-        moves: list[BlockCopy] = []
+        moves = []
         if beyond:
             places = range(PADDING_BLOCK + 1, min(self._shared_within, pool.num_blocks))
             beyond.sort(key=lambda block: (-sequences[block], block))
@@ -180,9 +184,9 @@ class Defragmenter:
                 if sequences[src] < 2 * sequences.get(dst, 1):
                     break
                 moves.append(BlockCopy(src, dst))
-        if not moves:
-            self._arranged_at = sharing.num_sharing_changes
-        return moves[: PLAN_SIZES[-1] // 2]
+        moves = moves[: PLAN_SIZES[-1] // 2]
+        self._exchanges = sharing.num_sharing_changes, moves
+        return moves
 
     def _choose_moves(self) -> tuple[list[BlockCopy], set[int]]:
         """The moves, and those of their destinations whose cached content is kept."""

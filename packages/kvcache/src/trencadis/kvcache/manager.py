@@ -462,11 +462,11 @@ class BlockManager:
         """Of each block that several sequences have, how many."""
         return self._references.num_sequences_of_shared()
 
-    def rearrange(self, pairs: Sequence[BlockCopy]) -> Copies:
+    def rearrange(self, pairs: Sequence[BlockCopy], *, keep: Collection[int] = ()) -> Copies:
         """Move used blocks to other blocks and update the block tables; returns the copies.
 
-        For `Defragmenter`. All happens at once: no block occurs twice. What a destination has moves
-        to the source, be it used or cached. Raises `InvalidBlock`.
+        For `Defragmenter`. As `relocate`, and where a destination is used, too, the two blocks are
+        exchanged. Raises `InvalidBlock`.
         """
         pairs = as_block_copies(pairs)
         to_free = [pair for pair in pairs if not self.pool.ref_count(pair.dst)]
@@ -476,7 +476,7 @@ class BlockManager:
         for src, _ in pairs:
             if not self.pool.ref_count(src):
                 raise InvalidBlock(f"block {src} is free: move used blocks")
-        copies = list(self.relocate(to_free, keep=[dst for _, dst in to_free]))
+        copies = list(self.relocate(to_free, keep=keep))
         for pair in exchanged:
             both = pair, BlockCopy(pair.dst, pair.src)
             copies += [each for each in both if self._references.has_computed_slot(each.src)]

@@ -14,7 +14,7 @@ import attrs
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.api.inspection import GridUsage
-from trencadis.engine.errors import BucketMiss
+from trencadis.engine.errors import BucketMiss, DeviceError
 from trencadis.engine.runner.bucket_usage import BucketUsage
 from trencadis.engine.runner.forward_runner import REFUSED, ForwardRunner
 from trencadis.engine.runner.grids import Grids
@@ -165,18 +165,19 @@ class BucketChoice:
     def capture_used(self, *, passes_errors: bool = False) -> None:
         """Capture the graphs of buckets that were used first since the last call.
 
-        Call it between two steps. After an error no more graphs are captured; serving goes on, or
-        the error is passed on: a rank that failed alone has left collective calls out.
+        Call it between two steps. After an error no more graphs are captured; serving goes on.
+        With ``passes_errors`` it is raised as a `DeviceError`: a rank that failed alone has left
+        collective calls out. Where all ranks raise it, they go on with the next step.
         """
         while self.not_captured and self._capture is not None:
             phase, bucket = next(iter(self.not_captured))
             try:
                 self._capture.capture_bucket(phase, bucket)
-            except Exception:
+            except Exception as error:
                 logger.exception("Capturing a graph failed; no more graphs are captured")
                 self._capture = None
                 if passes_errors:
-                    raise
+                    raise DeviceError(f"capturing a graph failed: {error}") from error
             finally:
                 self.not_captured.pop((phase, bucket))
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from trencadis.engine.errors import EngineError, RankError
+from trencadis.engine.ipc.messages import BUSY_SECONDS
 from trencadis.engine.runner.in_process import InProcessExecutor
 from trencadis.engine.runner.ranks.rank_messages import (
     Answer,
@@ -91,12 +92,14 @@ def _joined(start: Start, store: Path) -> InProcessExecutor | EngineError:
         return error
     device = executor.device
     backends = {"cpu": "gloo", device.torch_device.type: device.collectives}
+    # One rank may compile for as long as the core waits for it, while another has the program.
+    limit_s = start.limit_s if device.shares_host_memory else max(start.limit_s, BUSY_SECONDS)
     dist.init_process_group(
         ",".join(f"{place}:{backend}" for place, backend in backends.items()),
         init_method=store.as_uri(),
         rank=start.part.rank,
         world_size=start.part.size,
-        timeout=datetime.timedelta(seconds=start.limit_s),
+        timeout=datetime.timedelta(seconds=limit_s),
     )
     return executor
 

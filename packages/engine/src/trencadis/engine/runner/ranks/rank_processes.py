@@ -167,10 +167,12 @@ class RankProcesses:
                 for rank in ready:
                     answer = self._read(rank)
                     if isinstance(answer, Cold):
-                        self._cold.add(answer.number)
-                        self._on_cold(answer.shape)
-                        limit_s = max(limit_s, BUSY_SECONDS)
-                        deadline = time.monotonic() + limit_s
+                        has_failed = any(each.error is not None for each in answers.values())
+                        if not has_failed:  # or the rank waits for one that has
+                            self._cold.add(answer.number)
+                            self._on_cold(answer.shape)
+                            limit_s = max(limit_s, BUSY_SECONDS)
+                            deadline = time.monotonic() + limit_s
                     elif answer.number == number:
                         answers[rank] = answer
                         selector.unregister(self._connections[rank])
