@@ -290,18 +290,27 @@ def test_no_move_is_repeated_in_100_000_steps() -> None:
     assert soak(100_000) > 1_000
 
 
-def test_used_blocks_become_contiguous_before_shared_ones_take_their_places() -> None:
-    """The prefix that decode reads must not stay long because blocks are shared all the time."""
-    manager = fragmented(40, {*range(1, 9), 20, 30})
-    manager.fork(30, 100)
+def test_shared_blocks_take_their_places_beside_moves_of_other_blocks() -> None:
+    """One does not put the other off: sharing may change, and the cache scatter, in every step."""
+    manager = fragmented(40, {*range(1, 9), 20})
+    manager.fork(8, 100)
     defragmenter = Defragmenter(manager, DefragConfig(threshold=4), shared_within=4)
-    first, second = defragmenter.defragment(), defragmenter.defragment()
-    assert first is not None
-    assert (first.highest_after, first.num_moved) == (10, 2)
-    assert second is not None
-    assert (second.highest_after, second.num_moved) == (10, 1)
-    assert manager.block_table(30).tolist() == manager.block_table(100).tolist()
-    assert manager.block_table(30)[0] < 4
+    plan = defragmenter.defragment()
+    assert plan is not None
+    assert (plan.highest_after, plan.num_moved, len(plan.copies)) == (9, 2, 3)
+    assert manager.block_table(20).tolist() == [9]
+    assert manager.block_table(8)[0] == manager.block_table(100)[0] < 4
+    assert defragmenter.defragment() is None
+
+
+def test_a_shared_block_that_moves_down_takes_its_place_in_the_next_plan() -> None:
+    """All copies of a plan are carried out at once."""
+    manager = fragmented(40, {*range(1, 9), 20})
+    manager.fork(20, 100)
+    defragmenter = Defragmenter(manager, DefragConfig(threshold=4), shared_within=4)
+    for blocks in ([9], [1]):
+        assert defragmenter.defragment() is not None
+        assert manager.block_table(20).tolist() == manager.block_table(100).tolist() == blocks
     assert defragmenter.defragment() is None
 
 

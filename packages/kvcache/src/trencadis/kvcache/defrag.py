@@ -134,20 +134,26 @@ class Defragmenter:
 
         Used blocks move from the highest block down to free blocks from the lowest block up, until
         the used blocks are contiguous. The number of moves is minimal: each used block above the
-        number of used blocks has to move, and no other block moves. Where that is not due, shared
-        blocks take their places, those with the most sequences before others.
+        number of used blocks has to move, and no other block moves. Shared blocks that do not move
+        so take their places, those with the most sequences before others.
         """
         if not self.is_due():
             return None
         pool = self.manager.pool
         highest_before = pool.highest_used_block
-        if self._sharing is None or self._is_scattered():
+        moves: list[BlockCopy] = []
+        copies: Copies = ()
+        if self._is_scattered():
             moves, kept = self._choose_moves()
             copies = self.manager.relocate(moves, keep=kept)
-        else:
-            moves = self._choose_exchanges()
-            kept = {dst for _, dst in moves if self._is_worth_keeping(dst)}
-            copies = self._sharing.rearrange(moves, keep=kept)
+        if self._sharing is not None:
+            # All copies of a plan are carried out at once, so that a block is in one move alone.
+            moved = {block for move in moves for block in move}
+            exchanges = [pair for pair in self._choose_exchanges() if moved.isdisjoint(pair)]
+            exchanges = exchanges[: (PLAN_SIZES[-1] - len(copies)) // 2]
+            kept = {dst for _, dst in exchanges if self._is_worth_keeping(dst)}
+            copies += self._sharing.rearrange(exchanges, keep=kept)
+            moves += exchanges
         plan = DefragPlan(
             copies=copies,
             num_moved=len(moves),
