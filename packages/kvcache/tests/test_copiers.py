@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trencadis.kvcache.copiers import zeros
+from trencadis.kvcache import BlockCopy, copiers
+from trencadis.kvcache.copiers import StagedCopier, zeros
 
 CPU = torch.device("cpu")
 SMAPS = Path("/proc/self/smaps")
@@ -50,3 +51,32 @@ def _flags_of(address: int) -> list[str]:
         elif inside and first == "VmFlags:":
             return line.split()[1:]
     return []
+
+
+class NoStream:
+    """A swap stream for copies within the device, which waits for nothing."""
+
+    def join(self) -> None:
+        """Nothing runs."""
+
+
+def test_copies_within_the_device_gather_no_more_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = torch.arange(240.0).reshape(6, 10, 4)
+    expected = words.clone()
+    expected[:, [7, 8, 9]] = words[:, [1, 2, 3]]
+    gathered: list[int] = []
+    select = torch.Tensor.index_select
+
+    def noting(tensor: torch.Tensor, dim: int, ids: torch.Tensor) -> torch.Tensor:
+        found = select(tensor, dim, ids)
+        gathered.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "index_select", noting)
+    monkeypatch.setattr(copiers, "STAGING_BYTES", 100)  # two layers of three blocks of 16 bytes
+    copies = [BlockCopy(1, 7), BlockCopy(2, 8), BlockCopy(3, 9)]
+    StagedCopier(words, torch.empty(0), NoStream()).copy(copies)
+    assert gathered == [96, 96, 96]
+    assert words.equal(expected)
