@@ -806,6 +806,23 @@ async def test_orders_that_load_nothing_keep_no_request_waiting(engine, model, f
         assert (await waiting).json()["model"] == "b"
 
 
+async def test_a_request_whose_model_is_switched_away_before_it_begins_waits_again(
+    automatic, engine, monkeypatch
+):
+    wait_for, orders = SwitchControl.wait_for, ["a"]
+
+    async def switched_away(self, request):
+        await wait_for(self, request)
+        if request.alias == "b" and orders:
+            assert (await automatic.post(SWITCH, json={"model": orders.pop()})).status_code == 200
+
+    monkeypatch.setattr(SwitchControl, "wait_for", switched_away)
+    answer = await complete(automatic, "b")
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == "b"
+    assert [alias for alias, *_ in engine.switches] == ["b", "a", "b"]
+
+
 async def test_tokens_are_counted_for_a_model_that_is_not_active(automatic, client, engine):
     """As its tokenizer counts, and without a switch."""
     engine.tokenizers["b"].encode = lambda text, add_special_tokens=True: [0] * 7

@@ -361,6 +361,8 @@ async def _after_switch(
         finally:
             context.metrics.num_active -= 1
         try:
+            if name not in (None, context.engine.model_name):  # an order came between
+                raise ModelNotActiveError(f"the model {name!r} is not active any more")
             model = context.model_for(name)
             with switcher.idle.in_use():  # also while its prompt is encoded
                 return await answer(model, sender)
