@@ -306,6 +306,12 @@ def test_an_answer_has_no_bad_words(tiny_model: Path, async_scheduling: bool) ->
     assert answers[0] != free.completions[0].text
     (alone,) = llm.generate([(1, 2, 3)], params[0])
     assert alone.completions == several.completions
+    long = attrs.evolve(greedy, bad_words=["\U0001f600" * 128])  # a token for each of 512 bytes
+    assert llm.generate([(1, 2, 3)], long)[0].completions == free.completions
+    space = llm.tokenizer.encode(" ", add_special_tokens=False)
+    spaces = attrs.evolve(greedy, bad_words=["\n"], logit_bias={space[0]: 90.0})
+    (blank,) = llm.generate([(1, 2, 3)], spaces)
+    assert blank.completions[0].token_ids == space * 24, "a line break forbids no space"
 
 
 def test_logprobs_come_with_every_token(tiny_model: Path) -> None:

@@ -294,16 +294,18 @@ class SamplingParams:
         _check_count(texts, MAX_BAD_WORDS, "bad_words")
         _check_count(value, 2 * MAX_BAD_WORDS, "bad_words")  # a text is two lists of tokens
         for word in value:
-            if isinstance(word, tuple):
-                for token in word:
+            if isinstance(word, tuple) and word:
+                for token in word:  # of a text, up to four for each character, and a space
                     _check_token_id(token, "bad_words")
+                _check_count(word, 4 * MAX_BAD_WORD_LENGTH + 1, "bad_words")
+                continue
             if not 1 <= len(word) <= MAX_BAD_WORD_LENGTH or word == " " * len(word):
                 raise InvalidRequest(
                     f"bad_words must be texts of 1 to {MAX_BAD_WORD_LENGTH} characters that are "
                     f"not spaces alone, got {shown(word)}",
                     "bad_words",
                 )
-            if not (isinstance(word, tuple) or is_text(word)):
+            if not is_text(word):
                 raise InvalidRequest(
                     f"bad_words must be texts that UTF-8 can encode, got {shown(word)}", "bad_words"
                 )

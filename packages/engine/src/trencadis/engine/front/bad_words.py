@@ -25,7 +25,7 @@ def with_bad_tokens(request: RequestT, tokenizer: Tokenizer) -> RequestT:
         if not isinstance(word, str):
             tokens[word] = None
             continue
-        for text in (word, f" {word.lstrip()}"):
+        for text in (word, f" {word.lstrip(' ')}"):
             tokens[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
     tokens.pop((), None)
     return attrs.evolve(request, params=attrs.evolve(request.params, bad_words=tuple(tokens)))
