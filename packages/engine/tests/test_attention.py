@@ -609,11 +609,18 @@ def test_a_kernel_without_memory_raises_and_writes_nothing() -> None:
             "prefill": (chunk, 1, tokens, 1, 16, 1.0, 2, 0),
         }[name]
         cache = (case.cache.key(0).data_ptr(), case.cache.value(0).data_ptr())
-        status = compute(None, 0, 0, None, None, 0, 0, 0, 0, None, *cache, None, None, *last)
-        with pytest.raises(MemoryError, match="found no memory"):
-            attention_module.check_status(status)
+        assert compute(None, 0, 0, None, None, 0, 0, 0, 0, None, *cache, None, None, *last) != 0
     assert torch.equal(case.cache.key(0), before[0])
     assert torch.equal(case.cache.value(0), before[1])
+    fails = attrs.evolve(own, decode=lambda *_: 1, prefill=lambda *_: 1)
+    case.attention = CPUAttention(fails)
+    decode = decode_input(case, [(0, 39, 1)], DecodeShape(1, 4))
+    with pytest.raises(MemoryError, match="found no memory"):
+        case.attend([(0, 39, 1)], 1, 1, decode.unpack().paged)
+    shape = RaggedShape(40, (ChunkSize(40, 0, 0),))
+    prompt = build_prompt([case.scheduled(0, 0, 40)], shape, case.cache, upload)
+    with pytest.raises(MemoryError, match="found no memory"):
+        case.attend([(0, 0, 40)], 40, 1, prompt.unpack().paged)
 
 
 def test_masks_of_long_chunks_are_small() -> None:

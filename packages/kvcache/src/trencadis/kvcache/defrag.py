@@ -123,7 +123,11 @@ class Defragmenter:
 
         Never where the settings turn defragmentation off.
         """
-        return self.config.enabled and (self._is_scattered() or bool(self._choose_exchanges()))
+        if not self.config.enabled:
+            return False
+        if self._is_scattered():
+            return True
+        return self._sharing is not None and bool(self._choose_exchanges())
 
     def _is_scattered(self) -> bool:
         pool = self.manager.pool

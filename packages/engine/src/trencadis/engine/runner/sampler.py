@@ -91,7 +91,9 @@ class HostSampler:
                 drawn.append(i)
                 rows.append(request if alone else request._replace(samples=(settings,)))
         if rows:
-            for i, token in zip(drawn, sample(_select(logits, drawn), rows), strict=True):
+            is_each_once = drawn == list(range(len(logits)))
+            sampled = sample(logits if is_each_once else _select(logits, drawn), rows)
+            for i, token in zip(drawn, sampled, strict=True):
                 results[i] = RowResult([*results[i].tokens, token])
             if self.sampled_ids is not None:
                 slots = words[:, 0].long()[drawn]

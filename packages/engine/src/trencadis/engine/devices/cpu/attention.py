@@ -181,7 +181,8 @@ def _decode(
         *(*rows, *_of_cache(layer, paged), *_read(paged)),
         *(*sizes, _bits(scale), torch.get_num_threads()),
     )
-    check_status(compute(*given))
+    if compute(*given):
+        raise no_memory()
     if is_recording():
         arguments = (x if place in _STRIDES_OF_ROWS else Address(x) for place, x in enumerate(rows))
         changing = range(len(rows), len(given) - len(sizes) - 2)
@@ -216,14 +217,14 @@ def _prefill(
     keys = paged.cache.key(layer)
     out, rows = _rows(query, key, value)
     chunks = [number for chunk in paged.chunks for number in _numbers_of(chunk)]
-    check_status(
-        compute(
-            *(*rows, *_of_cache(layer, paged)),
-            *((_INTEGER * len(chunks))(*chunks), len(paged.chunks)),
-            *(query.shape[2], keys.shape[1], keys.shape[2]),
-            *(scale, torch.get_num_threads(), int(widens)),
-        )
+    status = compute(
+        *(*rows, *_of_cache(layer, paged)),
+        *((_INTEGER * len(chunks))(*chunks), len(paged.chunks)),
+        *(query.shape[2], keys.shape[1], keys.shape[2]),
+        *(scale, torch.get_num_threads(), int(widens)),
     )
+    if status:
+        raise no_memory()
     return out
 
 
@@ -274,12 +275,11 @@ def _numbers_of(chunk: RaggedChunk) -> tuple[int, int, int, int]:
     return chunk.start, chunk.end, context, chunk.context_blocks.data_ptr()
 
 
-def check_status(status: int) -> None:
-    """Raise `MemoryError` for a kernel that found no memory. It has changed nothing."""
-    if status:
-        raise MemoryError(
-            "the attention kernel found no memory: lower --max-num-seqs or --kv-cache-memory"
-        )
+def no_memory() -> MemoryError:
+    """The error of a kernel that found no memory: its status is not 0. It has changed nothing."""
+    return MemoryError(
+        "the attention kernel found no memory: lower --max-num-seqs or --kv-cache-memory"
+    )
 
 
 def attention_kernel_of(

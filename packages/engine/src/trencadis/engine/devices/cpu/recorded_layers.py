@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trencadis.engine.devices.cpu.attention import OF_CACHE, changing_arguments, check_status
+from trencadis.engine.devices.cpu.attention import OF_CACHE, changing_arguments, no_memory
 from trencadis.engine.devices.cpu.native_calls import (
     Address,
     CallList,
@@ -164,7 +164,8 @@ class RecordedLayers:
             if calls is None:
                 return self._record(key, given, args, kwargs)
             status, result = calls.run(given, self._changing_arguments(paged))
-            check_status(status)
+            if status:
+                raise no_memory()
             return result
         finally:
             self._lock.release()
@@ -227,7 +228,8 @@ class RecordedLayers:
         """Raise `NotRecordable` where the calls do not compute what the programs have computed."""
         self._scratch.clear()
         status, result = calls.run(given, self._changing_arguments(paged))
-        check_status(status)
+        if status:
+            raise no_memory()
         if not torch.equal(result, expected):
             raise NotRecordable("the same calls have computed another result")
 
