@@ -98,6 +98,9 @@ class KernelAttention(CPUAttention):
 FORMULATIONS: list[Attention] = [BlockAttention(), RowAttention(), KernelAttention()]
 """PyTorch's operations on blocks, that of Gaudi without Intel's kernels, and that of the CPU."""
 
+RAGGED = [x for x in FORMULATIONS if x.as_operator or isinstance(x, BlockAttention)]
+"""Those that are given ragged and mixed contexts; blocks are what the CPU's kernels decline."""
+
 formulations = pytest.mark.parametrize(
     "attention", FORMULATIONS, ids=lambda attention: type(attention).__name__
 )
@@ -351,7 +354,7 @@ def test_prompt_chunk_equals_plain_attention(
         )
 
 
-@pytest.mark.parametrize("attention", [FORMULATIONS[0], FORMULATIONS[2]], ids=["blocks", "cpu"])
+@pytest.mark.parametrize("attention", RAGGED, ids=lambda attention: type(attention).__name__)
 @settings(max_examples=60, deadline=None)
 @given(shapes, features, st.integers(0, 5), st.sampled_from([1, 4, 512]), st.data())
 def test_ragged_chunks_equal_plain_attention(
@@ -424,8 +427,8 @@ def exact(case: Sequences, row: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "attention",
-    [FORMULATIONS[0], FORMULATIONS[2], KernelAttention(widens=True)],
-    ids=["blocks", "cpu", "cpu-fp32"],
+    [*RAGGED, KernelAttention(widens=True)],
+    ids=[*(type(attention).__name__ for attention in RAGGED), "widens"],
 )
 @settings(max_examples=25, deadline=None)
 @given(
@@ -637,7 +640,7 @@ def test_masks_of_long_chunks_are_small() -> None:
     assert sum(storages.values()) < 16 << 20
 
 
-@pytest.mark.parametrize("attention", [FORMULATIONS[0], FORMULATIONS[2]], ids=["blocks", "cpu"])
+@pytest.mark.parametrize("attention", RAGGED, ids=lambda attention: type(attention).__name__)
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=3),
