@@ -46,7 +46,7 @@ NEEDED = {"thermal_options": ("--thermal-policy", "proportional")}
 """Flags without which another is rejected."""
 
 NO_SETTING = {"-h", "--help", "--model", "--trace", "--rate-scale", "--num-requests"}
-NO_SETTING |= {"--json", "--plot", "--version"}
+NO_SETTING |= {"--json", "--plot", "--version", "--shared-prefix"}
 FLAGS = [
     (field.name, flag)
     for field in attrs.fields(SimulationConfig)
@@ -121,6 +121,14 @@ def test_every_flag_belongs_to_a_setting_or_names_a_file() -> None:
     assert flags == {flag for _, flag in FLAGS} | NO_SETTING
 
 
+def test_a_shared_prefix_is_computed_once(tmp_path: Path) -> None:
+    file, computed = tmp_path / "report.json", []
+    for tokens in ("0", "2048"):
+        assert main(arguments("--json", str(file), "--shared-prefix", tokens)) == 0
+        computed.append(json.loads(file.read_text())["times"]["matrices_s"])
+    assert computed[1] < computed[0]
+
+
 def test_a_picture_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "run.png"
@@ -139,6 +147,7 @@ def test_a_picture_is_a_png(tmp_path: Path) -> None:
         ({"thermal-policy": "arctic"}, "thermal policy 'arctic'"),
         ({"thermal-option": "target_temp_c=60"}, "has no policy: name one with --thermal-policy"),
         ({"rate-scale": "0"}, "rate_scale"),
+        ({"shared-prefix": "-1"}, "shared_prefix"),
         ({"swap-space": "-1"}, "swap_space"),
         ({"json": "/nowhere/report.json"}, "/nowhere/report.json"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import attrs
@@ -19,6 +20,7 @@ from trencadis.engine.simulated import (
     find_hardware,
     read_model_shape,
 )
+from trencadis.engine.simulated.cost_model import NOT_SHARED, Sharing
 from trencadis.warmup import Phase
 
 LLAMA = Path(__file__).parent / "data" / "llama-3.1-8b.json"
@@ -325,3 +327,29 @@ def test_impossible_hardware_is_refused(changes: dict[str, float]) -> None:
 def test_a_step_of_the_host_takes_what_was_measured(rows: int, seconds: float) -> None:
     """On an AMD EPYC, 2026-11-21: see `Hardware.step_s`."""
     assert costs("gaudi3").host_s(rows) == pytest.approx(seconds, rel=0.15)
+
+
+@pytest.mark.parametrize("scored", [1, 20, 64])
+def test_blocks_that_are_scored_for_all_cost_products_and_no_memory(scored: int) -> None:
+    bucket, model = decode(64, 256), costs()
+    alone, shared = (
+        model.work(Phase.DECODE, bucket, sharing).attention
+        for sharing in (NOT_SHARED, Sharing(scored))
+    )
+    shape, hardware = model.model, model.hardware
+    group = shape.num_heads // shape.num_kv_heads
+    rows = [math.ceil(n * group / hardware.product_rows) * hardware.product_rows for n in (1, 64)]
+    more = scored * 128 * (rows[1] - rows[0])
+    width = shape.num_layers * shape.num_kv_heads * shape.head_dim
+    assert shared.flops - alone.flops == 4 * width * more
+    assert shared.hbm_bytes == alone.hbm_bytes
+
+
+def test_a_gathered_block_is_read_written_and_read_again() -> None:
+    bucket, model = decode(64, 256), costs()
+    alone, gathered = (
+        model.work(Phase.DECODE, bucket, sharing).attention
+        for sharing in (NOT_SHARED, Sharing(0, 10))
+    )
+    assert gathered.hbm_bytes - alone.hbm_bytes == 3 * 10 * model.block_bytes
+    assert gathered.flops / alone.flops == (256 + 10) / 256

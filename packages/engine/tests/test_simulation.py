@@ -411,3 +411,53 @@ def test_without_a_step_or_a_request_every_time_is_0() -> None:
     assert Percentiles.of([1.0, 3.0]) == Percentiles(
         2.0, 2.0, pytest.approx(2.8), pytest.approx(2.98)
     )
+
+
+def with_system_prompt(tokens: int, requests: int = 64) -> Workload:
+    """Requests that come together, 2,600 tokens each, whose first ``tokens`` are the same."""
+    workload = made_up(*[(0.0, 2600, 40)] * requests)
+    return attrs.evolve(workload, shared_prefix=tokens)
+
+
+def num_passes(simulation: Simulation) -> int:
+    return simulation.runtime.launches + simulation.runtime.replays
+
+
+def test_a_shared_prefix_is_computed_once_and_decoded_in_one_pass() -> None:
+    alone, without = serve(with_system_prompt(0), compile=True)
+    shared, report = serve(with_system_prompt(2560), compile=True)
+    check_sums(shared, report)
+    blocks = 2560 // 128
+    assert without.prompt_tokens == report.prompt_tokens  # of the requests; not all are computed
+    assert shared.runner.prompt_tokens.real < alone.runner.prompt_tokens.real / 10
+    assert shared.runner.longest_prefix < 64 * 3 + 2 * blocks < alone.runner.longest_prefix
+    assert report.seconds < without.seconds / 2
+    decodes = num_passes(shared) - shared.runtime.compilations
+    assert decodes <= shared.steps + 5 * report.requests
+
+
+def test_a_device_that_gathers_shared_blocks_divides_its_batches() -> None:
+    """As CUDA: more pairs than a bucket has blocks are read by further passes."""
+    workload = with_system_prompt(2560)
+    scoring = find_hardware("gaudi3")
+    passes = []
+    for hardware in (scoring, attrs.evolve(scoring, scores_shared=False)):
+        config = SimulationConfig(device="gaudi3", max_num_seqs=64, compile=True)
+        simulation = Simulation(config, LLAMA, workload, hardware)
+        simulation.warm_up()
+        before = num_passes(simulation)
+        for _ in simulation.serve():
+            pass
+        passes.append(num_passes(simulation) - before)
+    assert passes[1] > 3 * passes[0]
+
+
+def test_nothing_is_compiled_in_traffic_that_shares() -> None:
+    simulation = Simulation(
+        SimulationConfig(device="gaudi3"), LLAMA, with_system_prompt(2560, requests=20)
+    )
+    simulation.warm_up()
+    compiled = simulation.runtime.compilations
+    for _ in simulation.serve():
+        pass
+    assert simulation.runtime.compilations == compiled

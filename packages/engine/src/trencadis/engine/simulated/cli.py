@@ -59,7 +59,10 @@ def _plotter() -> Callable[[SimulationReport, str], None]:
 
 def _simulate(options: argparse.Namespace) -> SimulationReport:
     workload = read_workload(
-        options.trace, rate_scale=options.rate_scale, num_requests=options.num_requests
+        options.trace,
+        rate_scale=options.rate_scale,
+        num_requests=options.num_requests,
+        shared_prefix=options.shared_prefix,
     )
     simulation = Simulation(_config(options), read_model_shape(options.model), workload)
     warmup = simulation.warm_up()
@@ -96,6 +99,13 @@ def flag_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--num-requests", type=int, metavar="N", help="only the first N requests (default: all)"
+    )
+    parser.add_argument(
+        "--shared-prefix",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="all prompts begin with the same tokens, as with a system prompt (default: 0)",
     )
     parser.add_argument(
         "--json", metavar="FILE", help="write every figure to this file (default: no file)"

@@ -9,6 +9,8 @@ traffic, apart from the share of the peaks that `Hardware` states.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import attrs
 
 from trencadis.bucketing import Bucket
@@ -42,6 +44,20 @@ core of an AMD EPYC, 2026-11-21."""
 _INDEX_BYTES = 4
 """An id, position or block number in the array that is uploaded for a forward pass, and a sampled
 token id."""
+
+
+class Sharing(NamedTuple):
+    """What a decode batch reads beside each block once, for the sequence that owns it.
+
+    The first ``scored`` blocks are scored for every sequence of the batch; ``gathered`` are pairs
+    of a block elsewhere and a further sequence that has it. See `DecodeShape`.
+    """
+
+    scored: int = 0
+    gathered: int = 0
+
+
+NOT_SHARED = Sharing()
 
 
 @attrs.frozen
@@ -114,15 +130,18 @@ class CostModel:
         """Bytes of one KV block in all layers."""
         return self.model.kv_bytes_per_token * self.block_size
 
-    def work(self, phase: Phase, bucket: Bucket) -> Work:
-        """The work of a forward pass padded to ``bucket``."""
+    def work(self, phase: Phase, bucket: Bucket, sharing: Sharing = NOT_SHARED) -> Work:
+        """The work of a forward pass padded to ``bucket``; ``sharing`` is of decode."""
         if phase is Phase.PROMPT:
             return self._prompt_work(*bucket.shape)
-        return self._decode_work(*bucket.shape)
+        batch, blocks = bucket.shape
+        return self._decode_work(batch, blocks, sharing)
 
-    def forward_times(self, phase: Phase, bucket: Bucket) -> ForwardTimes:
+    def forward_times(
+        self, phase: Phase, bucket: Bucket, sharing: Sharing = NOT_SHARED
+    ) -> ForwardTimes:
         """Seconds on the device, by part."""
-        work = self.work(phase, bucket)
+        work = self.work(phase, bucket, sharing)
         return ForwardTimes(
             self._part_s(work.matrices), self._part_s(work.attention), self._part_s(work.head)
         )
@@ -216,20 +235,43 @@ class CostModel:
         attended = batch * (context + (query + 1) / 2)
         return self._work(tokens, attended, queries=query, kv_read=batch * context, rows=batch)
 
-    def _decode_work(self, batch: int, blocks: int) -> Work:
-        """The cache prefix is read once; each block is multiplied with the queries of one row.
+    def _decode_work(self, batch: int, blocks: int, sharing: Sharing) -> Work:
+        """The cache prefix is read once; each block is multiplied with the queries of one row,
+        those that are scored for every sequence with the queries of all.
 
-        Not modelled: the extra gather of a block that several rows share.
+        What is gathered is read, written as a copy, and read again by the product.
         """
-        prefix = blocks * self.block_size
-        return self._work(batch, prefix, queries=1, kv_read=prefix, rows=batch)
+        prefix, scored = blocks * self.block_size, sharing.scored * self.block_size
+        gathered = sharing.gathered * self.block_size
+        return self._work(
+            batch,
+            prefix - scored + gathered,
+            queries=1,
+            kv_read=prefix + 3 * gathered,
+            rows=batch,
+            attended_by_all=scored,
+        )
 
-    def _work(self, tokens: int, attended: float, *, queries: int, kv_read: int, rows: int) -> Work:
-        """``attended`` positions, each by ``queries`` tokens; ``rows`` of logits are wanted."""
+    def _work(
+        self,
+        tokens: int,
+        attended: float,
+        *,
+        queries: int,
+        kv_read: int,
+        rows: int,
+        attended_by_all: int = 0,
+    ) -> Work:
+        """``attended`` positions, each by ``queries`` tokens, and others by all ``tokens``.
+
+        ``rows`` of logits are wanted.
+        """
         model = self.model
         matrices, table = model.num_layers * model.layer_matrices, self._table
         # One product for all query heads that share a KV head.
-        together = self._padded(queries * (model.num_heads // model.num_kv_heads))
+        group = model.num_heads // model.num_kv_heads
+        together, of_all = self._padded(queries * group), self._padded(tokens * group)
+        products = together * attended + of_all * attended_by_all
         kv_heads = model.num_layers * model.num_kv_heads
         return Work(
             matrices=Part(
@@ -239,7 +281,7 @@ class CostModel:
                 element_bytes=model.matrix_dtype_bytes,
             ),
             attention=Part(
-                flops=4 * kv_heads * model.head_dim * together * attended,
+                flops=4 * kv_heads * model.head_dim * products,
                 hbm_bytes=(kv_read + tokens) * model.kv_bytes_per_token,
                 element_bytes=model.kv_dtype_bytes,
             ),

@@ -52,6 +52,7 @@ class Hardware:
     - Seconds of the host: ``launch_s`` per launched operation without a graph, ``replay_s`` per
       graph replay, ``compile_s`` for the first forward pass of a bucket, ``capture_s`` per graph,
       ``step_s`` per step and ``sequence_s`` per sequence in it for everything else.
+      ``scores_shared``: how the device's attention reads shared blocks, see ``Attention``.
       ``launches_overlap``: the device computes while the host launches; otherwise it starts when
       all operations of a forward pass are collected.
     """
@@ -71,6 +72,7 @@ class Hardware:
     capture_s: float = attrs.field(validator=number(0))
     graph_bytes: int = attrs.field(validator=number(0))
     graph_keeps_activations: bool
+    scores_shared: bool
     compute_efficiency: float = attrs.field(
         default=_COMPUTE_EFFICIENCY, validator=number(0, 1, exclusive_low=True)
     )
@@ -134,6 +136,7 @@ _GAUDI2 = Hardware(
     capture_s=_GAUDI_CAPTURE_S,
     graph_bytes=0,
     graph_keeps_activations=True,
+    scores_shared=True,
 )
 _GAUDI3 = attrs.evolve(
     _GAUDI2,
@@ -172,6 +175,7 @@ _H100 = Hardware(
     capture_s=0.056,
     graph_bytes=26 * _MIB,
     graph_keeps_activations=False,
+    scores_shared=False,
 )
 _H200 = attrs.evolve(
     _H100,

@@ -11,8 +11,9 @@ from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.shapes import decode_size, prompt_shape, split_prompts
 from trencadis.engine.runner.step import StepInput, StepResult
+from trencadis.engine.simulated.cost_model import NOT_SHARED, Sharing
 from trencadis.engine.simulated.runtime import SimulatedRuntime
-from trencadis.kvcache import CopyPlan, Direction
+from trencadis.kvcache import CopyPlan, Direction, lay_out
 from trencadis.scheduler import ScheduledSequence, StepTiming
 from trencadis.warmup import Phase
 
@@ -110,10 +111,36 @@ class SimulatedRunner:
     def _run_decodes(self, decodes: Sequence[ScheduledSequence]) -> None:
         batch, blocks = decode_size(decodes, self._grids.read, self._block_size)
         bucket = self._bucket(self._grids.decode, (batch, blocks))
+        sharing = self._sharing(decodes, bucket.shape[1])
+        if sharing.gathered > bucket.shape[1]:
+            half = len(decodes) // 2
+            self._run_decodes(decodes[:half])
+            self._run_decodes(decodes[half:])
+            return
         self.decode_rows.add(batch, bucket.shape[0])
         self.decode_blocks.add(blocks, bucket.shape[1])
         self.longest_prefix = max(self.longest_prefix, blocks)
-        self._runtime.forward(Phase.DECODE, bucket)
+        if sharing.gathered:
+            sharing = Sharing(sharing.scored, bucket.shape[1])
+        self._runtime.forward(Phase.DECODE, bucket, sharing)
+
+    def _sharing(self, decodes: Sequence[ScheduledSequence], blocks: int) -> Sharing:
+        """What a batch of a bucket with so many blocks reads more than once, before padding.
+
+        As `BatchBuilder.decode_batches` of the engine.
+        """
+        most = self._runtime.num_shared_blocks
+        if most is None or len(decodes) == 1:
+            return NOT_SHARED
+        tables = [decode.block_table for decode in decodes]
+        tokens = [decode.start + 1 for decode in decodes]
+        layout = lay_out(tables, tokens, self._block_size, blocks)
+        if not layout.num_extra:
+            return NOT_SHARED
+        scored = min(blocks, most)
+        if scored:
+            layout = lay_out(tables, tokens, self._block_size, blocks, scored)
+        return Sharing(scored, layout.num_extra)
 
     def _run_prompts(self, chunks: Sequence[ScheduledSequence]) -> float:
         exact = prompt_shape(chunks, self._block_size)

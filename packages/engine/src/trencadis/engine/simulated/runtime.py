@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
 from trencadis.bucketing import Bucket
 from trencadis.engine.simulated.clock import SimulatedClock
-from trencadis.engine.simulated.cost_model import CostModel, ForwardTimes
+from trencadis.engine.simulated.cost_model import NOT_SHARED, CostModel, ForwardTimes, Sharing
 from trencadis.engine.simulated.memory_model import MemoryModel
 from trencadis.engine.simulated.records import StepTimes
 from trencadis.kvcache import Direction
@@ -40,7 +42,9 @@ class SimulatedRuntime:
     seconds of forward passes on the device and their energy, until a reader sets them to 0.
     ``free_at_s`` is when the device will have done all that it was given.
     ``free_bytes`` is the initial free memory. With ``samples_on_host``, logits are copied to the
-    host, which samples.
+    host, which samples. ``num_shared_blocks``: how many blocks, from 0 on, decode scores for every
+    sequence of a batch that shares blocks; None where requests share none. Buckets of decode are
+    then warmed up with sharing, too.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class SimulatedRuntime:
         free_bytes: int,
         *,
         samples_on_host: bool = False,
+        num_shared_blocks: int | None = None,
     ) -> None:
         self.costs = costs
+        self.num_shared_blocks = num_shared_blocks
         self.times = StepTimes()
         self.compilations = 0
         self.replays = 0
@@ -62,7 +68,9 @@ class SimulatedRuntime:
         self._memory = memory
         self._clock = clock
         self._free = free_bytes
-        self._buckets: dict[Phase, dict[Bucket, _Prepared]] = {phase: {} for phase in Phase}
+        self._buckets: dict[Phase, dict[tuple[Bucket, Sharing], _Prepared]] = {
+            phase: {} for phase in Phase
+        }
         self._samples_on_host = samples_on_host
         self._replay_s = costs.hardware.replay_s
         self.free_at_s = 0.0
@@ -71,24 +79,38 @@ class SimulatedRuntime:
 
     def execute(self, phase: Phase, bucket: Bucket) -> None:
         """Run a forward pass on dummy data."""
-        self.forward(phase, bucket)
+        for sharing in self._sharings(phase, bucket):
+            self.forward(phase, bucket, sharing)
         self.synchronize()
 
     def capture(self, phase: Phase, bucket: Bucket) -> None:
-        """Capture a graph for a bucket. Later forward passes replay it."""
-        prepared = self._prepared(phase, bucket)
-        self._compile(prepared)
-        self._clock.advance(self.costs.hardware.capture_s)
-        self.times.compile_s += self.costs.hardware.capture_s
-        if prepared.graph_bytes is None:
-            prepared.graph_bytes = self._memory.graph_bytes(phase, bucket)
-            self._free -= prepared.graph_bytes
+        """Capture the graphs of a bucket. Later forward passes replay them."""
+        for sharing in self._sharings(phase, bucket):
+            prepared = self._prepared(phase, bucket, sharing)
+            self._compile(prepared)
+            self._clock.advance(self.costs.hardware.capture_s)
+            self.times.compile_s += self.costs.hardware.capture_s
+            if prepared.graph_bytes is None:
+                prepared.graph_bytes = self._memory.graph_bytes(phase, bucket)
+                self._free -= prepared.graph_bytes
 
     def release(self, phase: Phase, bucket: Bucket) -> None:
-        """Release a graph and its memory."""
-        prepared = self._prepared(phase, bucket)
-        self._free += prepared.graph_bytes or 0
-        prepared.graph_bytes = None
+        """Release the graphs of a bucket and their memory."""
+        for sharing in self._sharings(phase, bucket):
+            prepared = self._prepared(phase, bucket, sharing)
+            self._free += prepared.graph_bytes or 0
+            prepared.graph_bytes = None
+
+    def _sharings(self, phase: Phase, bucket: Bucket) -> Sequence[Sharing]:
+        """Those that batches of a bucket have, as `BucketChoice.shapes` of the engine."""
+        if phase is Phase.PROMPT or self.num_shared_blocks is None or bucket.shape[0] == 1:
+            return (NOT_SHARED,)
+        blocks = bucket.shape[1]
+        scored = min(blocks, self.num_shared_blocks)
+        kinds = {NOT_SHARED: None, Sharing(scored): None}
+        if scored < blocks:
+            kinds[Sharing(scored, blocks)] = None
+        return tuple(kinds)
 
     def synchronize(self) -> None:
         """Wait until the device has computed everything."""
@@ -104,9 +126,9 @@ class SimulatedRuntime:
         """Reserve memory for the KV cache, bytes."""
         self._free -= size
 
-    def forward(self, phase: Phase, bucket: Bucket) -> float:
+    def forward(self, phase: Phase, bucket: Bucket, sharing: Sharing = NOT_SHARED) -> float:
         """Run a forward pass; returns its seconds."""
-        prepared = self._prepared(phase, bucket)
+        prepared = self._prepared(phase, bucket, sharing)
         self._compile(prepared)
         if prepared.graph_bytes is None:
             self.launches += 1
@@ -169,14 +191,14 @@ class SimulatedRuntime:
         self.free_at_s = max(self.free_at_s, self._clock()) + seconds
         return seconds
 
-    def _prepared(self, phase: Phase, bucket: Bucket) -> _Prepared:
+    def _prepared(self, phase: Phase, bucket: Bucket, sharing: Sharing = NOT_SHARED) -> _Prepared:
         known = self._buckets[phase]
-        prepared = known.get(bucket)
+        prepared = known.get((bucket, sharing))
         if prepared is None:
             costs = self.costs
-            times = costs.forward_times(phase, bucket)
+            times = costs.forward_times(phase, bucket, sharing)
             device_s = times.total_s
-            prepared = known[bucket] = _Prepared(
+            prepared = known[bucket, sharing] = _Prepared(
                 times,
                 device_s,
                 costs.upload_s(phase, bucket),

@@ -17,7 +17,7 @@ from trencadis.engine.runner.limits import (
     resolve_max_model_len,
     token_budget,
 )
-from trencadis.engine.runner.shapes import DecodeRead
+from trencadis.engine.runner.shapes import DecodeRead, most_shared_blocks
 from trencadis.engine.runner.step import StepInput
 from trencadis.engine.simulated.clock import SimulatedClock
 from trencadis.engine.simulated.config import SimulationConfig
@@ -102,12 +102,17 @@ class Simulation:
             block_bytes=costs.block_bytes,
         )
         self.num_blocks = self._num_blocks(costs.block_bytes)
-        self.runtime = SimulatedRuntime(
-            costs, memory, self.clock, free, samples_on_host=config.sampling == "host"
-        )
-        self.runtime.allocate(self.num_blocks * costs.block_bytes)
         limits = ServingLimits.of(config, self.max_model_len, self.num_blocks)
         self.grids = configured_grids(config.bucketing, limits)
+        self.runtime = SimulatedRuntime(
+            costs,
+            memory,
+            self.clock,
+            free,
+            samples_on_host=config.sampling == "host",
+            num_shared_blocks=self._num_shared_blocks,
+        )
+        self.runtime.allocate(self.num_blocks * costs.block_bytes)
         self.runner = SimulatedRunner(self.runtime, self.grids, config.seed)
         self.heat = SimulatedHeat(self.hardware.board, self.clock, config.ambient_c, config.seed)
         self.reader = TemperatureReader(self.heat, ReaderConfig(), clock=self.clock)
@@ -133,11 +138,20 @@ class Simulation:
             ),
             self.blocks,
             thermal=guard,
-            defragmenter=Defragmenter(self.blocks, config.defrag)
+            defragmenter=Defragmenter(
+                self.blocks, config.defrag, shared_within=self._num_shared_blocks or 0
+            )
             if grids.read is DecodeRead.PREFIX
             else None,
             clock=self.clock,
         )
+
+    @property
+    def _num_shared_blocks(self) -> int | None:
+        """Blocks that decode scores for all sequences of a batch; None where none are shared."""
+        if not self.workload.shared_prefix or self.grids.read is not DecodeRead.PREFIX:
+            return None
+        return most_shared_blocks(self.config.block_size) if self.hardware.scores_shared else 0
 
     def _num_blocks(self, block_bytes: int) -> int:
         """As configured, or as many as fit the memory of the simulated device."""

@@ -13,17 +13,22 @@ from trencadis.bucketing import BucketingError, read_trace
 from trencadis.engine.errors import ConfigError
 from trencadis.scheduler import Request
 
+MAX_PREFIX = 1 << 24
+"""Most tokens that prompts share."""
+
 
 @attrs.frozen(eq=False)
 class Workload:
     """Requests in order of arrival: ``float64`` seconds since the first, ``int64`` tokens.
 
-    A trace has lengths but no content, so prompts are random and share no prefix.
+    A trace has lengths but no content, so prompts are random. The first ``shared_prefix`` tokens
+    of all prompts are the same, as a system prompt.
     """
 
     arrivals_s: npt.NDArray[np.float64]
     prompt_tokens: npt.NDArray[np.int64]
     output_tokens: npt.NDArray[np.int64]
+    shared_prefix: int = 0
 
     def __len__(self) -> int:
         return len(self.arrivals_s)
@@ -36,6 +41,7 @@ class Workload:
     def requests(self, vocab_size: int, seed: int) -> Iterator[tuple[float, Request]]:
         """Each request with its arrival time in seconds, generated lazily."""
         rng = np.random.default_rng(seed)
+        shared = rng.integers(vocab_size, size=self.shared_prefix).tolist()
         lengths = zip(
             self.arrivals_s.tolist(),
             self.prompt_tokens.tolist(),
@@ -44,6 +50,7 @@ class Workload:
         )
         for number, (arrival_s, prompt, output) in enumerate(lengths):
             token_ids = rng.integers(vocab_size, size=prompt).tolist()
+            token_ids[: len(shared)] = shared[:prompt]
             yield (
                 arrival_s,
                 Request(request_id=str(number), prompt_token_ids=token_ids, max_tokens=output),
@@ -51,11 +58,16 @@ class Workload:
 
 
 def read_workload(
-    path: str | os.PathLike[str], *, rate_scale: float = 1.0, num_requests: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    rate_scale: float = 1.0,
+    num_requests: int | None = None,
+    shared_prefix: int = 0,
 ) -> Workload:
     """The first ``num_requests`` requests of a trace file (None: all).
 
-    ``rate_scale`` multiplies the arrival rate. Requests without generated tokens are skipped.
+    ``rate_scale`` multiplies the arrival rate. All prompts have the same first ``shared_prefix``
+    tokens. Requests without generated tokens are skipped.
     Raises `ConfigError` for a trace without arrivals or outputs, `BucketingError` for an
     unreadable trace, `OSError` for a missing file.
     """
@@ -63,6 +75,11 @@ def read_workload(
         raise ConfigError(f"rate_scale must be above 0, got {rate_scale!r}: 2 doubles the load")
     if num_requests is not None and num_requests < 1:
         raise ConfigError(f"num_requests must be at least 1, got {num_requests!r}")
+    if not 0 <= shared_prefix <= MAX_PREFIX:
+        raise ConfigError(
+            f"shared_prefix must be an integer from 0 to {MAX_PREFIX}, got {shared_prefix!r}: pass "
+            "the tokens of the system prompt"
+        )
     trace = read_trace(path)
     if trace.arrivals is None or trace.outputs is None:
         raise ConfigError(
@@ -78,4 +95,5 @@ def read_workload(
         arrivals_s=(arrivals - arrivals[0]) / rate_scale,
         prompt_tokens=trace.lengths[order],
         output_tokens=trace.outputs[order],
+        shared_prefix=shared_prefix,
     )
