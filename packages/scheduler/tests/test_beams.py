@@ -54,6 +54,14 @@ def test_a_stop_token_below_the_best_width_is_not_a_hypothesis() -> None:
     assert beams.hypotheses == []
 
 
+@pytest.mark.parametrize(("min_tokens", "ends"), [(1, True), (2, True), (3, False)])
+def test_a_hypothesis_has_at_least_its_minimum_of_tokens(min_tokens: int, ends: bool) -> None:
+    wanted = request(stop_token_ids=frozenset({9}), min_tokens=min_tokens)
+    beams = BeamSearchState(wanted, BeamSearch(width=1), max_output=8)
+    beams.advance([(5,)], [0.0], [[Candidate(9, -0.1), Candidate(6, -0.2)]])
+    assert [hypothesis.output_token_ids for hypothesis in beams.hypotheses] == [(5, 9)] * ends
+
+
 @pytest.mark.parametrize(("early", "ends"), [(False, True), ("never", False)])
 def test_only_an_open_ended_search_waits_for_a_longer_hypothesis_that_may_score_higher(
     early: bool | str, ends: bool

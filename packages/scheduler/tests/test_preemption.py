@@ -35,6 +35,7 @@ from trencadis.scheduler import (
     ThermalGuard,
     UnservableRequest,
 )
+from trencadis.scheduler.preemption_costs import CompletionRate
 from trencadis.scheduler.thermal import (
     ProportionalThermalPolicy,
     SchedulerThermalPolicy,
@@ -741,3 +742,39 @@ def test_a_recomputed_sample_whose_sibling_finishes_preempts_for_the_blocks_it_l
     for _ in range(100):
         assert not bench.step(1.0).failed
     assert group.status is F
+
+
+def test_the_first_sequence_that_finishes_tells_how_long_others_take() -> None:
+    rate = CompletionRate()
+    rate.update(1, 8.0)
+    assert rate.expected_wait_s(8.0) == 8.0
+
+
+def test_a_victim_that_needs_as_long_to_resume_as_a_request_waits_stays() -> None:
+    """Only a longer wait is worth a preemption (seed 003, 4.1.2)."""
+    now = [0.0]
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=1, policy="priority"),
+        BlockManager(CacheConfig(num_blocks=16, block_size=4)),
+        costs=PreemptionCosts(prefill_s_per_token=1.0),
+        clock=lambda: now[0],
+    )
+    scheduler.add(Request(request_id="low", prompt_token_ids=(1,) * 4, max_tokens=8, priority=1))
+    runs(scheduler)
+    scheduler.add(Request(request_id="high", prompt_token_ids=(1,) * 4, max_tokens=8))
+    now[0] = 4.0  # the first has four tokens to compute again
+    assert runs(scheduler).preempted_seq_ids == ()
+    now[0] = 5.5
+    assert runs(scheduler).preempted_seq_ids == (0,)
+
+
+def runs(scheduler: Scheduler) -> SchedulerOutput:
+    output = scheduler.schedule()
+    ids = [
+        seq_id
+        for part in (output.prompts, output.decodes)
+        for item in part
+        for seq_id in item.sample_ids
+    ]
+    scheduler.update(output, dict.fromkeys(ids, 1))
+    return output

@@ -15,7 +15,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -404,6 +404,16 @@ def test_without_known_chips_the_hottest_sensor_counts(
 ) -> None:
     with_sensors(monkeypatch, acpitz=[40.0, 46.0])
     assert HostSensorSource().read()[0].temperature_c == 46.0
+
+
+def test_sensors_that_cannot_be_read_are_a_sensor_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> NoReturn:
+        raise OSError(5, "Input/output error")
+
+    with_sensors(monkeypatch)
+    monkeypatch.setattr("psutil.sensors_temperatures", fail)
+    with pytest.raises(SensorError, match=r"cannot read the sensors: .*Input/output error"):
+        HostSensorSource().read()
 
 
 def test_a_host_without_sensors_is_a_sensor_error(monkeypatch: pytest.MonkeyPatch) -> None:

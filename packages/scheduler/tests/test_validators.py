@@ -145,7 +145,7 @@ def test_a_clock_is_a_function_that_returns_seconds(clock: Any) -> None:
         Scheduler(SchedulerConfig(), blocks(), clock=clock)
 
 
-@pytest.mark.parametrize("name", ["config", "blocks", "thermal", "defragmenter"])
+@pytest.mark.parametrize("name", ["config", "blocks", "thermal", "defragmenter", "costs"])
 def test_a_scheduler_is_made_of_objects_of_their_classes(name: str) -> None:
     parts: dict[str, Any] = {"config": SchedulerConfig(), "blocks": blocks(), name: "auto"}
     with pytest.raises(ConfigError, match=f"{name} must be of type .*, got 'auto'"):
