@@ -4,9 +4,9 @@ The engine serves a narrow model with the depth and the vocabulary of Llama 3.1 
 stand-in for a Gaudi (``packages/engine/tests/habana_standin``). The counts do not depend on the
 machine, and those of bytes alone on the width: launches, copies between host and device, waits of
 the host, operations outside of recipes, recipes compiled after warm-up, gathers, bytes that
-programs read and write. ``shared`` is one prompt with as many samples as the batch, ``moe`` has
-eight experts. Counts of the plugin are read from its source, vllm-project/vllm-gaudi 091bbad, at
-the lines that `PLUGIN` gives::
+programs read and write. ``shared`` has prefix caching and a system prompt of 2,560 tokens for all
+sequences, ``moe`` has eight experts. Counts of the plugin are read from its source,
+vllm-project/vllm-gaudi 091bbad, at the lines that `PLUGIN` gives::
 
     python benchmarks/hpu_steps.py [--mode eager|lazy] [--batch 1 32 128] [--kind greedy top-p]
 """
@@ -25,7 +25,7 @@ STAND_IN = ROOT / "packages" / "engine" / "tests" / "habana_standin"
 
 LAYERS, VOCABULARY = 32, 128256
 PROMPT, STEPS = 130, 4
-SHARED_PROMPT = 900
+SYSTEM_PROMPT = 2560
 BLOCK = 128
 KINDS = ("greedy", "top-p", "shared", "moe")
 
@@ -106,7 +106,7 @@ def save_model(directory: str, *, experts: bool) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=2048,
+        max_position_embeddings=4096,
         eos_token_id=None,
     )
     model = AutoModelForCausalLM.from_config(config)
@@ -118,6 +118,8 @@ def count_step(directory: str, batch: int, kind: str) -> dict[str, int]:
 
     No block moves in them, since no sequence has ended.
     """
+    import attrs  # noqa: PLC0415 - with the others
+
     from gaudi_standin import BRIDGE  # noqa: PLC0415 - made by the stand-in
     from trencadis.bucketing import AxisConfig, BucketingConfig  # noqa: PLC0415
     from trencadis.engine import (  # noqa: PLC0415
@@ -130,10 +132,11 @@ def count_step(directory: str, batch: int, kind: str) -> dict[str, int]:
     def only(size: int) -> AxisConfig:
         return AxisConfig(min=size, step=size, max=size)
 
-    length = SHARED_PROMPT if kind == "shared" else PROMPT
-    max_len = (length // BLOCK + 1) * BLOCK
+    shared = tuple(range(SYSTEM_PROMPT)) if kind == "shared" else ()
+    max_len = len(shared) + (PROMPT // BLOCK + 1) * BLOCK
     # The scheduler admits nobody into the last 1 % of the cache.
-    blocks = (batch * 2 + length // BLOCK) * 51 // 50 + 1
+    blocks = (batch * 2 + max_len // BLOCK) * 51 // 50 + 1
+    query, context = min(max_len, 2048), max_len // BLOCK * bool(shared)
     core = EngineCore(
         EngineConfig(
             model=directory,
@@ -142,11 +145,11 @@ def count_step(directory: str, batch: int, kind: str) -> dict[str, int]:
             max_num_seqs=batch,
             num_blocks=blocks,
             num_host_blocks=0,
-            enable_prefix_caching=False,
+            enable_prefix_caching=bool(shared),
             bucketing=BucketingConfig(
                 prompt_batch=only(1),
-                prompt_query=only(max_len),
-                prompt_context=AxisConfig(min=0, step=1, max=0),
+                prompt_query=only(query),
+                prompt_context=AxisConfig(min=0, step=context or 1, max=context),
                 decode_batch=only(batch),
                 decode_blocks=only(blocks),
             ),
@@ -158,11 +161,15 @@ def count_step(directory: str, batch: int, kind: str) -> dict[str, int]:
     drawn: dict[str, Any] = {"temperature": 0}
     if kind == "top-p":
         drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
-    elif kind == "shared":
-        drawn = {"temperature": 0.8, "seed": 1, "n": batch}
     params = SamplingParams(**drawn, max_tokens=lead + STEPS, ignore_eos=True)
-    for key in range(1 if kind == "shared" else batch):
-        core.add(str(key), GenerateRequest(tuple(range(key, key + length)), params))
+    if shared:
+        longer = attrs.evolve(params, max_tokens=lead + STEPS + 8)
+        core.add("first", GenerateRequest((*shared, VOCABULARY - 1), longer))
+        while not core.step():
+            pass
+    for key in range(bool(shared), batch):
+        prompt = (*shared, *range(key, key + PROMPT))
+        core.add(str(key), GenerateRequest(prompt, params))
     counted: list[Any] = []
     while core.has_work:
         before, stats = BRIDGE.counters.copy(), core.stats
@@ -170,7 +177,6 @@ def count_step(directory: str, batch: int, kind: str) -> dict[str, int]:
         decoded_only = core.stats.num_prefill_tokens == stats.num_prefill_tokens
         if num_tokens == batch and decoded_only:
             counted.append(BRIDGE.counters.since(before))
-    # The first steps also copy blocks, where the samples of a prompt part.
     return {name: max(getattr(step, name) for step in counted[-STEPS:]) for name in COLUMNS}
 
 

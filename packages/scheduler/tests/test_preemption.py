@@ -747,7 +747,7 @@ def test_a_recomputed_sample_whose_sibling_finishes_preempts_for_the_blocks_it_l
 def test_the_first_sequence_that_finishes_tells_how_long_others_take() -> None:
     rate = CompletionRate()
     rate.update(1, 8.0)
-    assert rate.expected_wait_s(8.0) == 8.0
+    assert rate.expected_wait_s(9.0) == 8.0
 
 
 def test_a_victim_that_needs_as_long_to_resume_as_a_request_waits_stays() -> None:
