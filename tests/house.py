@@ -41,9 +41,11 @@ LIGHT = {
 
 OPTIONAL = {
     "bucketing.cli.plot": {"matplotlib"},
+    "bucketing.vllm_gaudi": {"vllm_gaudi"},
     "kvcache.tensors": {"torch"},
     "kvcache.copiers": {"torch"},
     "kvcache.testing": {"hypothesis"},
+    "kvcache.vllm_gaudi": {"habana_frameworks", "torch", "vllm_gaudi"},
     "scheduler.telemetry.sidecar": {"grpc", "google"},
     "scheduler.vllm": {"vllm"},
 }
@@ -67,8 +69,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"bucket_file", "strategies"},
         {"config"},
         {"serving_grids"},
-        {"strategy_comparison"},
-        {"cli"},
+        {"strategy_comparison", "vllm_gaudi"},
+        {"cli", "vllm_plugin"},
     ],
     "kvcache": [
         {"errors", "rounding"},
@@ -81,6 +83,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"swapper"},
         {"defrag", "manager"},
         {"nano_vllm", "remapper"},
+        {"vllm_gaudi"},
+        {"vllm_plugin"},
     ],
     "warmup": [
         {"errors", "graph_cost", "log_lines", "progress_bar", "progress_log", "runtime"},

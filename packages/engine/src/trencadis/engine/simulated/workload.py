@@ -28,7 +28,7 @@ class Workload:
     arrivals_s: npt.NDArray[np.float64]
     prompt_tokens: npt.NDArray[np.int64]
     output_tokens: npt.NDArray[np.int64]
-    shared_prefix: int = 0
+    shared_prefix: int = attrs.field(default=0, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.arrivals_s)

@@ -1,0 +1,34 @@
+"""What vLLM's loader of plug-ins calls: puts `BucketingManager` into the plugin for Gaudi."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "TRENCADIS_VLLM_GAUDI"
+"""Environment: what takes the plugin's place, separated by commas; nothing does by default."""
+
+NAME = "buckets"
+"""In `SWITCH`: the buckets of this library."""
+
+
+def install() -> None:
+    """Replace the plugin's ``HPUBucketingManager`` in this process, where `SWITCH` has `NAME`.
+
+    vLLM calls this in each process before a model runner is made (``vllm.general_plugins``). Raises
+    `ImportError` where the plugin for Gaudi is not installed.
+    """
+    if NAME not in os.environ.get(SWITCH, "").replace(" ", "").split(","):
+        return
+    from vllm_gaudi.extension.bucketing import common  # noqa: PLC0415 - not without the switch
+
+    from trencadis.bucketing.vllm_gaudi import BucketingManager  # noqa: PLC0415
+
+    common.HPUBucketingManager = BucketingManager
+    runner = sys.modules.get("vllm_gaudi.v1.worker.hpu_model_runner")
+    if runner is not None:
+        runner.HPUBucketingManager = BucketingManager  # type: ignore[attr-defined]
+    logger.info("Buckets of trencadis-bucketing take the place of the plugin's")

@@ -1,0 +1,1 @@
+"""What our modules import of vLLM's plugin for Gaudi, 091bbad."""

@@ -1,0 +1,8 @@
+"""Puts the helper modules of these tests on the module path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,1 @@
+"""What `trencadis.kvcache.vllm_gaudi` imports of Intel's bridge."""

@@ -1,0 +1,5 @@
+"""Has the class that is replaced."""
+
+
+class OnlineDefragmenter:
+    """The plugin's."""
