@@ -162,7 +162,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"check_list", "device_counts", "finding", "predicted_step"},
         {"report", "served_engine", "software"},
         {"device_findings", "program_runs", "token_comparison"},
-        {"step_findings"},
+        {"full_warm_up", "step_findings"},
         {"check_process"},
         {"examination"},
     ],
