@@ -223,6 +223,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "packed_weight",
             "pooling",
             "rank_modules",
+            "real_rotary",
             "replaced_layers",
             "rotary",
             "weight_files",
