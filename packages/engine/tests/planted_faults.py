@@ -8,13 +8,16 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trencadis.engine.devices import HPUDevice, PendingCopy
+from trencadis.engine.devices.hpu import attention as row_attention
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.runner.forward_runner import ForwardRunner
 
@@ -89,3 +92,44 @@ class WrongTokens(HPUDevice):
             return attend(attention, *given) * 3.0
 
         RowAttention.attend = too_strong  # type: ignore[method-assign]
+
+
+class WrongSharedBlocks(HPUDevice):
+    """Blocks that sequences share are scored too high; all others are right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        score = row_attention._score_shared
+
+        def too_high(rows: torch.Tensor, *given: Any) -> Any:
+            return score(rows * -3.0, *given)
+
+        row_attention._score_shared = too_high  # type: ignore[assignment]
+
+
+class ForgetsRecipes(HPUDevice):
+    """What was compiled in the compile-only mode is compiled again when it first runs."""
+
+    @contextmanager
+    def compile_only(self) -> Generator[None, None, None]:
+        bridge = importlib.import_module("gaudi_standin").BRIDGE
+        known = set(bridge._recipes)
+        with super().compile_only():
+            yield
+        bridge._recipes &= known
+
+
+class ComputesInWarmUp(HPUDevice):
+    """The compile-only mode starts an operation, which changes a weight."""
+
+    def optimize(self, model: nn.Module) -> None:
+        super().optimize(model)
+        self._model = model
+
+    @contextmanager
+    def compile_only(self) -> Generator[None, None, None]:
+        with super().compile_only():
+            yield
+        with torch.inference_mode():
+            self._model.get_output_embeddings().weight.mul_(-1)  # type: ignore[operator]
+        self.synchronize()

@@ -49,7 +49,8 @@ NAMES = [
     *(f"kernel {name}" for name in KERNELS),
     "engine start",
     *(f"program {name}" for name in PROGRAMS),
-    *("graph replay", "tokens greedy", "tokens seeded", "decode step", "device memory"),
+    *("graph replay", "tokens greedy", "tokens seeded", "tokens of a shared prefix"),
+    *("decode step", "device memory", "full warm-up"),
 ]
 """What readers of the JSON find the checks by: a change of it is one of the schema."""
 
@@ -70,6 +71,7 @@ VALUES = {
         *("predicted_ms", "predicted_launches"),
     },
     "device memory": {"before_bytes", "after_bytes"},
+    "full warm-up": {"buckets", "warm_up_compiled", "compiled", "equal", "total"},
 }
 """The keys of values, by one check of each kind, on a device that the simulator knows."""
 
@@ -108,7 +110,8 @@ def test_on_the_cpu_what_is_of_a_gaudi_is_said_to_be_missing(model, own_processe
     assert list(report.findings) == NAMES == [check.name for check in CHECKS]
     assert report.is_good
     missing = {"bridge", "driver", *(f"kernel {name}" for name in KERNELS), "program swap"}
-    missing |= {"graph replay", "tokens greedy", "tokens seeded", "decode step"}
+    missing |= {"graph replay", "tokens greedy", "tokens seeded", "tokens of a shared prefix"}
+    missing |= {"decode step", "full warm-up"}
     # A machine may have the driver of an NVIDIA GPU, or no llguidance.
     assert by_status(report, Status.ABSENT) - {"program mask"} >= missing - {"driver"}
     assert by_status(report, Status.ABSENT) <= missing | {"program mask"}
@@ -164,7 +167,11 @@ def test_all_checks_pass_on_the_stand_in(model, gaudi, mode, monkeypatch):
     # The copy of the sampler's numbers is no program; without graphs, all of a lazy step is one.
     assert step["predicted_launches"] == {"lazy": 1 + 4, "eager": launched[0] + 1}[mode]
     assert (report.findings["graph replay"].values["replays"] >= 7) == (mode == "lazy")
-    assert by_status(report, Status.OK) > {"tokens greedy", "tokens seeded"}
+    tokens = {"tokens greedy", "tokens seeded", "tokens of a shared prefix"}
+    assert by_status(report, Status.OK) > tokens | {"full warm-up"}
+    warm_up = dict(report.findings["full warm-up"].values)
+    assert warm_up.pop("warm_up_compiled") > 0
+    assert warm_up == {"buckets": 3, "compiled": 0, "equal": 16, "total": 16}
 
 
 @pytest.mark.slow
@@ -226,8 +233,41 @@ def test_graphs_and_programs_that_are_never_used_are_found(model, gaudi, mode, m
 @pytest.mark.parametrize("mode", ["lazy"], indirect=True)
 def test_other_tokens_than_those_of_the_cpu_are_found(model, gaudi):
     report = examined(model, "planted_faults:WrongTokens", "tokens")
-    assert by_status(report, Status.DIFFERS) == {"tokens greedy", "tokens seeded"}
-    assert all(report.findings[f"tokens {kind}"].remedy for kind in ("greedy", "seeded"))
+    wrong = {"tokens greedy", "tokens seeded", "tokens of a shared prefix"}
+    assert by_status(report, Status.DIFFERS) == wrong
+    assert all(report.findings[name].remedy for name in wrong)
+
+
+@pytest.mark.parametrize(
+    "mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)], indirect=True
+)
+def test_wrong_tokens_of_a_shared_prefix_alone_are_found(model, gaudi, mode):
+    report = examined(model, "planted_faults:WrongSharedBlocks", "tokens greedy", "tokens of")
+    assert by_status(report, Status.DIFFERS) == {"tokens of a shared prefix"}
+    assert by_status(report, Status.OK) == {"device", "engine start", "tokens greedy"}
+
+
+@pytest.mark.parametrize(
+    "mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)], indirect=True
+)
+def test_a_warm_up_whose_programs_are_compiled_again_is_found(model, gaudi, mode):
+    report = examined(model, "planted_faults:ForgetsRecipes", "full warm-up")
+    found = report.findings["full warm-up"]
+    assert found.status is Status.FAILED
+    assert found.values["warm_up_compiled"] >= found.values["compiled"] > 0
+    assert found.values["equal"] == found.values["total"]
+    assert f"then {found.values['compiled']} while serving" in found.detail
+    assert "--warmup background" in found.remedy
+
+
+@pytest.mark.parametrize(
+    "mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)], indirect=True
+)
+def test_other_tokens_after_a_warm_up_are_found(model, gaudi, mode):
+    report = examined(model, "planted_faults:ComputesInWarmUp", "full warm-up")
+    found = report.findings["full warm-up"]
+    assert (found.status, found.values["compiled"]) == (Status.DIFFERS, 0)
+    assert found.values["equal"] < found.values["total"]
 
 
 @pytest.mark.slow
@@ -393,7 +433,8 @@ def test_each_position_of_an_answer_is_compared_on_its_own(wrong, status):
                 for request in requests
             ]
 
-    reference = {"prompts": [[i] for i in range(4)], "greedy": [list(range(16))] * 4}
+    prompts = [[i] for i in range(4)]
+    reference = {"greedy": {"prompts": prompts, "tokens": [list(range(16))] * 4}}
     finding = compare_tokens(Served(), "greedy", reference)
     assert finding.values == {"equal": 64 - len(wrong), "total": 64}
     assert finding.detail == f"{64 - len(wrong)} of 64 tokens are those of the CPU"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from model_families import save_family
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from trencadis.engine import EngineConfig, EngineCore, ModelError
 from trencadis.engine.devices.hpu import experts as products
@@ -58,6 +59,52 @@ def test_a_kernel_that_differs_is_not_used(
         products.use_static_experts(experts, torch.device("hpu"))
     chosen = experts.config._experts_implementation
     assert chosen == ("trencadis_fused_experts" if used else "trencadis_all_experts")
+
+
+SHAPES = {
+    "experts": lambda experts, hidden, chosen: experts.num_experts == 12,
+    "experts of a token": lambda experts, hidden, chosen: chosen.shape[1] == 3,
+    "width of a token": lambda experts, hidden, chosen: hidden.shape[1] == 80,
+    "width of an expert": lambda experts, hidden, chosen: experts.down_proj[0].shape[1] == 24,
+}
+"""Shapes of a model at which a kernel may be wrong."""
+
+
+@pytest.mark.parametrize("wrong", [None, *SHAPES])
+@torch.inference_mode()
+def test_a_kernel_is_tried_at_the_shapes_of_the_model(
+    stand_in, wrong: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It leaves the last expert out, and only at one of the model's shapes."""
+    config = MixtralConfig(
+        hidden_size=80, intermediate_size=24, num_local_experts=12, num_experts_per_tok=3
+    )
+    experts = MixtralExperts(config).to(torch.bfloat16)
+    right = products.fused_experts
+
+    def kernel(experts: Any, hidden: Any, chosen: Any, weights: Any) -> torch.Tensor:
+        if wrong is not None and SHAPES[wrong](experts, hidden, chosen):
+            weights = torch.where(chosen == experts.num_experts - 1, 0.0, weights)
+        return right(experts, hidden, chosen, weights)
+
+    monkeypatch.setattr(products, "fused_experts", kernel)
+    with stand_in("lazy"):
+        products.use_static_experts(experts, torch.device("hpu"))
+    used = experts.config._experts_implementation == "trencadis_fused_experts"
+    assert used == (wrong is None)
+    said = "mixture_of_experts with 3 of 12 experts of 24 for 80 numbers is not used: it differs"
+    assert (said in caplog.text) == (wrong is not None)
+
+
+def test_a_trial_of_all_experts_takes_hardly_more_memory_than_one_takes(stand_in) -> None:
+    sizes = products.ExpertSizes(number=128, chosen=8, hidden=512, inner=256)
+    of_one = 3 * sizes.hidden * sizes.inner * torch.bfloat16.itemsize
+    with stand_in("eager") as bridge, torch.inference_mode():
+        bridge.memory.peak = before = bridge.memory.in_use
+        found, expected = products.experts_trial(torch.device("hpu"), torch.bfloat16, sizes)
+        taken = bridge.memory.peak - before
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
+    assert taken < 12 * of_one
 
 
 def test_on_the_cpu_experts_are_compiled_in_bf16_alone(tmp_path: Path, add_tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trencadis.engine import ConfigError, EngineConfig, EngineCore
 from trencadis.engine.devices import CPUDevice, CUDADevice
 from trencadis.engine.devices.cpu.attention import CPUAttention
+from trencadis.engine.runner import shapes
 from trencadis.engine.runner.grids import largest_prompts
 from trencadis.engine.runner.shapes import PromptShape
 from trencadis.engine.runner.worker import Worker
@@ -50,18 +51,51 @@ def test_no_forward_pass_of_a_warm_up_takes_more_than_the_profiling_run(
     lazy_gaudi: Any, tiny_model: Path, environ: dict[str, str]
 ) -> None:
     core = gaudi(tiny_model, environ)
-    worker, grids = core.executor.worker, core.executor.worker.grids
-    in_use = lazy_gaudi.memory.limit - worker._memory.free_after_profile
-    core.executor.device.synchronize()
-    without_run = lazy_gaudi.memory.in_use - worker.limits.num_blocks * worker.block_bytes
-    profiled = in_use - without_run
-    largest = 0
-    for phase, grid in ((Phase.PROMPT, grids.prompt), (Phase.DECODE, grids.decode)):
-        for bucket in grid.buckets:
-            run = functools.partial(worker.runner.execute, phase, bucket)
-            largest = max(largest, core.executor.device.peak_memory(run))
+    grids = core.executor.worker.grids
+    buckets = {Phase.PROMPT: grids.prompt.buckets, Phase.DECODE: grids.decode.buckets}
+    profiled = profiled_peak(core, lazy_gaudi)
+    largest = largest_peak(core, buckets)
     assert largest <= 1.1 * profiled
     assert profiled <= 3 * largest, "and the cache does not lose much more"
+
+
+def profiled_peak(core: EngineCore, bridge: Any) -> int:
+    """Bytes of the largest forward pass of the profiling run."""
+    worker = core.executor.worker
+    core.executor.device.synchronize()
+    without_run = bridge.memory.in_use - worker.limits.num_blocks * worker.block_bytes
+    return bridge.memory.limit - worker._memory.free_after_profile - without_run
+
+
+def largest_peak(core: EngineCore, buckets: dict[Phase, Any]) -> int:
+    """Bytes of the largest forward pass of these buckets."""
+    execute, peak = core.executor.worker.runner.execute, core.executor.device.peak_memory
+    return max(
+        peak(functools.partial(execute, phase, bucket))
+        for phase, of_phase in buckets.items()
+        for bucket in of_phase
+    )
+
+
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block_size", [8, 32], ids=["all can be shared", "a part can"])
+def test_shared_blocks_that_many_sequences_score_are_profiled(
+    stand_in: Any, mode: str, block_size: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores of the first blocks for every sequence are more than the few blocks of the cache."""
+    monkeypatch.setattr(shapes, "SHARED_TOKENS", 3200)
+    settings = {"max_num_seqs": 256, "max_num_batched_tokens": 256, "compile": False}
+    with stand_in(mode) as bridge:
+        core = gaudi(tiny_model, num_blocks=400, block_size=block_size, **settings)
+        worker = core.executor.worker
+        profiled = profiled_peak(core, bridge)
+        largest = largest_peak(core, {Phase.DECODE: [worker.grids.decode.buckets[-1]]})
+        (_, *with_shared) = worker.runner.buckets.shapes(
+            Phase.DECODE, worker.grids.decode.buckets[-1]
+        )
+        assert {shape.shared for shape in with_shared} == {3200 // block_size}
+        assert largest <= 1.1 * profiled
+        assert profiled <= 2 * largest
 
 
 def test_a_long_context_makes_the_cache_smaller(lazy_gaudi: Any, tiny_model: Path) -> None:

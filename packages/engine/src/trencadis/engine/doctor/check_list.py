@@ -67,8 +67,9 @@ _OF_TOKENS = (
 KERNEL, PROGRAM = "kernel", "program"
 """The first words of their checks' names."""
 
-GREEDY, SEEDED = "tokens greedy", "tokens seeded"
+TOKENS = ("tokens greedy", "tokens seeded", "tokens of a shared prefix")
 REPLAY, STEP, MEMORY = "graph replay", "decode step", "device memory"
+WARM_UP = "full warm-up"
 
 REFERENCE = "reference"
 """What the CPU is asked for the tokens to compare with."""
@@ -91,10 +92,11 @@ CHECKS = (
     Check(ENGINE, Need.DEVICE, "start engine-serve with the same flags and read its log", limits=5),
     *(Check(f"{PROGRAM} {name}", Need.ENGINE, _OF_PROGRAM) for name in PROGRAMS),
     Check(REPLAY, Need.ENGINE, "each step launches every operation: send this report"),
-    Check(GREEDY, Need.ENGINE, _OF_TOKENS, limits=2),
-    Check(SEEDED, Need.ENGINE, _OF_TOKENS, limits=2),
+    *(Check(name, Need.ENGINE, _OF_TOKENS, limits=2) for name in TOKENS),
     Check(STEP, Need.ENGINE, "send this report: the simulator is calibrated with it", limits=2),
     Check(MEMORY, Need.ENGINE, "send this report"),
+    # Last: it replaces the engine of the others.
+    Check(WARM_UP, Need.ENGINE, "serve with --warmup background or none, and send this report", 5),
 )
 
 LIMIT_S = 60.0

@@ -18,15 +18,15 @@ from trencadis.engine.doctor import software
 from trencadis.engine.doctor.check_list import (
     DEVICE,
     ENGINE,
-    GREEDY,
     KERNEL,
     MEMORY,
     PROGRAM,
     REFERENCE,
     REPLAY,
-    SEEDED,
     SOFTWARE,
     STEP,
+    TOKENS,
+    WARM_UP,
 )
 from trencadis.engine.doctor.finding import Finding, Status
 from trencadis.engine.errors import EngineError
@@ -68,9 +68,14 @@ class CheckProcess:
     def _with_device(self, name: str, given: Mapping[str, Any]) -> Finding:
         # Imported here, since a package that they need may be the one that is missing.
         from trencadis.engine.doctor import device_findings as of_device  # noqa: PLC0415
-        from trencadis.engine.doctor import program_runs, token_comparison  # noqa: PLC0415
         from trencadis.engine.doctor import step_findings as of_steps  # noqa: PLC0415
+        from trencadis.engine.doctor.full_warm_up import check_full_warm_up  # noqa: PLC0415
+        from trencadis.engine.doctor.program_runs import run_program, start_engine  # noqa: PLC0415
         from trencadis.engine.doctor.served_engine import ServedEngine  # noqa: PLC0415
+        from trencadis.engine.doctor.token_comparison import (  # noqa: PLC0415
+            compare_tokens,
+            reference_tokens,
+        )
 
         if self._engine is None:
             self._engine = ServedEngine(self._config)
@@ -79,17 +84,18 @@ class CheckProcess:
         if kind == KERNEL:
             return of_device.try_kernel(engine, rest)
         if kind == PROGRAM:
-            return program_runs.run_program(engine, rest)
+            return run_program(engine, rest)
         if name == REFERENCE:
-            return token_comparison.reference_tokens(engine, given["weight_bytes"])
-        if name in (GREEDY, SEEDED):
-            return token_comparison.compare_tokens(engine, rest, given)
+            return reference_tokens(engine, given)
+        if name in TOKENS:
+            return compare_tokens(engine, rest, given)
         others = {
             DEVICE: of_device.describe_device,
-            ENGINE: program_runs.start_engine,
+            ENGINE: start_engine,
             REPLAY: of_steps.check_replay,
             STEP: of_steps.measure_step,
             MEMORY: of_device.describe_memory,
+            WARM_UP: check_full_warm_up,
         }
         return others[name](engine)
 

@@ -52,7 +52,7 @@ def try_kernel(engine: ServedEngine, name: str) -> Finding:
 
 
 def describe_memory(engine: ServedEngine) -> Finding:
-    """The device's memory before the engine and after all checks."""
+    """The device's memory before the engine and after the checks so far."""
     engine.device.synchronize()
     before, after = engine.used_before, engine.used_bytes()
     said = f"{format_bytes(before)} in use before the engine, {format_bytes(after)} now"

@@ -15,11 +15,10 @@ from trencadis.engine.doctor.check_list import (
     CHECKS,
     DEVICE,
     ENGINE,
-    GREEDY,
     LIMIT_S,
     REFERENCE,
     REFERENCE_LIMITS,
-    SEEDED,
+    TOKENS,
     Check,
     Need,
 )
@@ -130,7 +129,7 @@ class _Examination:
 
     def _find(self, check: Check) -> Finding:
         given: Mapping[str, Any] = {}
-        if check.name in (GREEDY, SEEDED):
+        if check.name in TOKENS:
             reference = self._tokens_of_cpu()
             if isinstance(reference, Finding):
                 return reference
@@ -178,6 +177,7 @@ class _Examination:
             dtype=served["dtype"],
             max_model_len=served["max_model_len"],
             max_num_seqs=8,
+            enable_prefix_caching=False,
             warmup="none",
         )
         limit_s = max(1.0, min(REFERENCE_LIMITS * self._limit_s, self._left_s()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -20,7 +22,8 @@ from trencadis.engine.settings.engine_config import EngineConfig
 
 
 class ServedEngine:
-    """The settings are the user's. No warm-up: each check compiles what it runs.
+    """The settings are the user's. No warm-up: each check compiles what it runs, but where
+    `start_again` says otherwise.
 
     ``counts`` are those of the device. ``used_before``: bytes of its memory in use when it was
     opened. ``is_broken``: a step has raised, after which the engine may have lost its state.
@@ -41,6 +44,7 @@ class ServedEngine:
         self._spec: ModelSpec | None = None
         self._core: EngineCore | None = None
         self._executor: InProcessExecutor | None = None
+        self._changes: dict[str, Any] = {}
         self._num_prompts = 0
 
     def used_bytes(self) -> int:
@@ -64,9 +68,8 @@ class ServedEngine:
     def core(self) -> EngineCore:
         """The engine, started by its first use."""
         if self._core is None:
-            config = attrs.evolve(
-                self.config, device=self.device, warmup="none", on_bucket_miss="auto"
-            )
+            changes = {"warmup": "none", "on_bucket_miss": "auto", **self._changes}
+            config = attrs.evolve(self.config, device=self.device, **changes)
             self._executor = InProcessExecutor(config, records=False)
             core = EngineCore(config, self._executor)
             core.warm_up()
@@ -79,6 +82,16 @@ class ServedEngine:
         assert self.core is not None  # noqa: S101  (it makes the executor)
         assert self._executor is not None  # noqa: S101
         return self._executor.worker
+
+    def start_again(self, **changes: Any) -> None:
+        """Release the engine; its next use starts one with these settings beside the user's."""
+        if self._core is not None and self._executor is not None:
+            self._core.close()
+            self._executor.worker.discard()
+        self._core = self._executor = None
+        self._changes = changes
+        gc.collect()
+        self.device.synchronize()
 
     def answers(
         self,

@@ -2,7 +2,8 @@
 
 Families name heads, windows and scales in their configurations in many ways, and their code alone
 says what it does with them. So a model is made on PyTorch's meta device, where tensors have shapes
-and no values, and run once: each layer calls attention as it will with weights. What transformers
+and no values, and run once: each layer calls attention as it will with weights, and experts whose
+shapes depend on values would raise an error there. What transformers
 says by masks alone is read from the configuration: chunks, windows of some families, and the type
 of a layer that keeps more than keys and values, or selects among them.
 """
@@ -27,8 +28,8 @@ from trencadis.engine.models.layer_spec import (
     PASSED_FEATURES,
     LayerSpec,
     features_of,
-    is_replaceable,
 )
+from trencadis.engine.models.real_rotary import use_real_rotary
 
 _READING = "trencadis_reading"
 """The name under which transformers knows what notes the calls of attention."""
@@ -107,6 +108,7 @@ def _calls(config: PreTrainedConfig, num_layers: int) -> list[list[LayerSpec]]:
                 "AttentionInterface"
             )
         model.set_attn_implementation(_READING)
+        use_real_rotary(model)
         for module in model.modules():
             if hasattr(module, "rope_type"):
                 _compute_on_host(module)
@@ -121,7 +123,6 @@ def _calls(config: PreTrainedConfig, num_layers: int) -> list[list[LayerSpec]]:
         for number, layer in enumerate(decoder_layers(model)[:num_layers]):
             known: dict[str, Any] = {
                 "experts": _num_experts(layer),
-                "replaceable_experts": any(map(is_replaceable, layer.modules())),
                 "complex_rotary": complex_rotary,
             }
             calls[number] = [attrs.evolve(call, **known) for call in calls[number]]

@@ -7,6 +7,7 @@ call, and says beforehand whether it computes it (`Attention.supports`).
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,9 +41,8 @@ class LayerSpec(LayerShape):
     ``position_scale``: ``(f, a)`` of a layer whose query at position p is multiplied by
     ``1 + a * log1p(floor((p + 1) / f))``, as in Llama 4 (`scaled_by_position`).
 
-    ``complex_rotary``: its rotary embedding is of complex numbers.
+    ``complex_rotary``: its rotary embedding is of complex numbers, also after `use_real_rotary`.
     ``experts``: those of its feed-forward part, 0 for one that computes with all weights.
-    ``replaceable_experts``: a device can compute them with its own products, see `is_replaceable`.
     ``arguments``: how the model's code asks for these features (`features_of`).
     """
 
@@ -58,7 +58,6 @@ class LayerSpec(LayerShape):
     position_scale: tuple[float, float] | None = None
     complex_rotary: bool = False
     experts: int = 0
-    replaceable_experts: bool = False
     arguments: Mapping[str, Any] = attrs.field(factory=dict, eq=False, repr=False)
 
     @classmethod
@@ -94,12 +93,16 @@ class LayerSpec(LayerShape):
 
         Keys after the query are not excluded here.
         """
-        seen = torch.ones((), dtype=torch.bool, device=keys.device)
+        seen = []
         if self.window is not None:
-            seen = keys > queries - self.window
+            seen.append(keys > queries - self.window)
         if self.chunk is not None:
-            seen = seen & (keys >= queries - queries % self.chunk)
-        return seen
+            seen.append(keys >= queries - queries % self.chunk)
+        if not seen:
+            return torch.ones((), dtype=torch.bool, device=keys.device)
+        return functools.reduce(
+            operator.and_, seen
+        )  # without a constant: no recipe has one of bool
 
 
 def window_of_all(layers: Sequence[LayerSpec], max_model_len: int) -> int | None:

@@ -40,6 +40,7 @@ from trencadis.engine.models.pooling import (
     remove_head,
 )
 from trencadis.engine.models.rank_loading import DividedModel
+from trencadis.engine.models.real_rotary import use_real_rotary
 from trencadis.engine.models.rotary import angles_of, check_angles, pin_frequencies
 from trencadis.engine.models.score_heads import (
     as_scorer,
@@ -181,8 +182,9 @@ def load_model(
 ) -> nn.Module:
     """Load the weights onto ``device``, in evaluation mode, with paged attention.
 
-    Its rotary frequencies do not depend on the batch. ``divided``: the part of a rank, of which
-    alone the weights are read. Raises `ModelError` when weights are missing.
+    Its rotary frequencies do not depend on the batch, and its rotary embeddings give real numbers.
+    ``divided``: the part of a rank, of which alone the weights are read. Raises `ModelError` when
+    weights are missing.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     has_score_head = spec.scoring is not None and not spec.scoring.token_ids
@@ -219,6 +221,7 @@ def load_model(
         layers = divided.layers
     declare_layers(model, [layer.within(max_model_len) for layer in layers])
     pin_frequencies(model, max_model_len)
+    use_real_rotary(model)
     angles = {} if device.type == "cpu" else angles_of(model, max_model_len)
     model = model.to(device).eval().requires_grad_(requires_grad=False)
     if angles:

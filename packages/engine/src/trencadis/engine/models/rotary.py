@@ -45,8 +45,8 @@ def angles_of(model: nn.Module, max_model_len: int) -> Angles:
             given = {} if layer_type is None else {"layer_type": layer_type}
             place = next(iter(module.buffers())).device
             made = module(torch.zeros(1, device=place), positions.to(place), **given)
-            if isinstance(made, tuple):
-                found[f"{name} {layer_type or ''}".strip()] = tuple(x.cpu() for x in made)
+            parts = made if isinstance(made, tuple) else (made,)
+            found[f"{name} {layer_type or ''}".strip()] = tuple(x.cpu() for x in parts)
     return found
 
 

@@ -33,6 +33,7 @@ from trencadis.engine.runner.shapes import (
     PromptShape,
     RaggedShape,
     most_prefix_pairs,
+    most_shared_blocks,
 )
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache import ceil_div
@@ -83,17 +84,17 @@ class CacheSizing:
     ) -> MemoryPlan:
         """Run the largest forward passes once, and divide what the largest peak leaves.
 
-        Both run on the padding block alone, which a pass may gather as often as it likes. A decode
-        gathers at most as many blocks as fit beside the prefill's peak; the plan only gets fewer
-        of them by its own. A cache that would be too small without any peak is rejected first, with
-        `ConfigError`. ``prompts``: shapes of prefill batches that may take the most memory.
-        ``scorer``: what may score the tokens of each.
+        All but blocks that are scored in place are the padding block, which a pass may gather as
+        often as it likes. A decode gathers at most as many blocks as fit beside the prefill's peak;
+        the plan only gets fewer of them by its own. A cache that would be too small without any
+        peak is rejected first, with `ConfigError`. ``prompts``: shapes of prefill batches that may
+        take the most memory. ``scorer``: what may score the tokens of each.
         """
         self.num_blocks(self._plan_memory(self._device.free_memory()))
         lowest = self._lowest_memory(model, prompts, scorer)
         num_blocks = self.num_blocks(self._plan_after_run(lowest), after_run=True)
-        decode = DecodeShape(self._config.max_num_seqs, 0, self._most_pairs(num_blocks, read))
-        return self._plan_after_run(min(lowest, self._lowest_memory(model, [decode], scorer)))
+        decodes = self._largest_decodes(num_blocks, read)
+        return self._plan_after_run(min(lowest, self._lowest_memory(model, decodes, scorer)))
 
     def num_blocks(self, plan: MemoryPlan, *, after_run: bool = False) -> int:
         """Blocks of the KV cache under a plan and the settings. Raises `ConfigError`."""
@@ -166,8 +167,14 @@ class CacheSizing:
         shapes: Sequence[PromptShape | RaggedShape | DecodeShape],
         scorer: PromptScorer | None,
     ) -> int:
-        """The least memory that is free while dummy batches of these shapes run, one by one."""
-        cache = self.make_cache(1, 0)
+        """The least memory that is free while dummy batches of these shapes run, one by one.
+
+        As if the cache had one block: it has as many as the shapes read in place.
+        """
+        decodes = (shape for shape in shapes if isinstance(shape, DecodeShape))
+        cache = self.make_cache(max((1, *(shape.blocks for shape in decodes))), 0)
+        self._device.synchronize()  # a lazy device takes its memory now
+        beyond_one = (cache.num_blocks - 1) * self.block_bytes
         forward_runner = ForwardRunner(model, self._device, cache)
         upload, free = self._device.upload, []
 
@@ -179,7 +186,7 @@ class CacheSizing:
 
         for shape in shapes:
             if isinstance(shape, DecodeShape):
-                layout = lay_out_decodes((), shape.blocks, cache.block_size)
+                layout = lay_out_decodes((), shape.blocks, cache.block_size, shape.shared)
                 batch = build_decode((), layout, shape, cache, upload)
             else:
                 batch = build_prompt((), shape, cache, upload)
@@ -187,7 +194,7 @@ class CacheSizing:
             before = self._device.free_memory()
             with self._shortened(model):
                 taken = self._device.peak_memory(functools.partial(run, batch))
-            free.append(before - taken)
+            free.append(before - taken + beyond_one)
         return min(free)
 
     def _shortened(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -197,6 +204,19 @@ class CacheSizing:
         """
         is_slow = self._device.shares_host_memory
         return one_layer_of_each_kind(model) if is_slow else contextlib.nullcontext()
+
+    def _largest_decodes(self, num_blocks: int, read: DecodeRead) -> list[DecodeShape]:
+        """The decodes that may take the most memory in a cache of so many blocks.
+
+        Where the first blocks are scored for every sequence, many sequences have larger scores of
+        few blocks than these blocks are.
+        """
+        batch, pairs = self._config.max_num_seqs, self._most_pairs(num_blocks, read)
+        gathered = DecodeShape(batch, 0, pairs)
+        if read is not DecodeRead.PREFIX or not self._device.attention.scores_shared:
+            return [gathered]
+        shared = min(num_blocks, most_shared_blocks(self._config.block_size))
+        return [gathered, DecodeShape(batch, shared, pairs - shared, shared)]
 
     def _most_pairs(self, num_blocks: int, read: DecodeRead) -> int:
         """The most (block, sequence) pairs that a decode scores in a cache of so many blocks."""

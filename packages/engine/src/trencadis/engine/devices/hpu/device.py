@@ -112,9 +112,6 @@ class HPUDevice(Device):
         return {**own, LAZY_COLLECTIVES: "true"}
 
     def supports(self, layer: LayerSpec) -> str | None:
-        # Transformers sorts tokens by expert: shapes depend on values.
-        if layer.experts and not layer.replaceable_experts:
-            return f"routes tokens to {layer.experts} experts, whose products hpu does not compute"
         if layer.complex_rotary:  # «Complex datatype is not supported on HPU device.», the bridge
             return "has a rotary embedding of complex numbers, which hpu does not have"
         return super().supports(layer)

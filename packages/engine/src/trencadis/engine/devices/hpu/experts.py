@@ -13,8 +13,10 @@ Both are functions of transformers' ``ExpertsInterface``, which its expert modul
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -69,8 +71,8 @@ def fused_experts(
         hidden_states=hidden,
         expert_routing_table=chosen,
         router_weights=weights.to(hidden.dtype),
-        w12=list(experts.gate_up_proj.unbind()),
-        w3=list(experts.down_proj.unbind()),
+        w12=list(experts.gate_up_proj),
+        w3=list(experts.down_proj),
         permuted_weights=True,
         activation="silu",
         experts_min=0,
@@ -85,15 +87,17 @@ ALL_EXPERTS_FUNCTIONS.register(_FUSED, fused_experts)
 
 def use_static_experts(model: nn.Module, device: torch.device) -> None:
     """Let the experts of a loaded model compute in static shapes."""
-    is_usable: dict[torch.dtype, bool] = {}
+    is_usable: dict[tuple[ExpertSizes, torch.dtype], bool] = {}
     replaceable: list[Any] = [module for module in model.modules() if is_replaceable(module)]
     for experts in replaceable:
-        implementation, dtype = _ALL, next(experts.parameters()).dtype
+        implementation = _ALL
         if _suits_kernel(experts) and hasattr(torch.ops.hpu, "mixture_of_experts"):
-            if dtype not in is_usable:
-                trial = functools.partial(experts_trial, device, dtype)
-                is_usable[dtype] = agrees("mixture_of_experts", trial, dtype)
-            implementation = _FUSED if is_usable[dtype] else _ALL
+            sizes, dtype = ExpertSizes.of(experts), next(experts.parameters()).dtype
+            if (sizes, dtype) not in is_usable:
+                trial = functools.partial(experts_trial, device, dtype, sizes)
+                what = f"mixture_of_experts with {sizes}"
+                is_usable[sizes, dtype] = agrees(what, trial, dtype)
+            implementation = _FUSED if is_usable[sizes, dtype] else _ALL
         experts.config._experts_implementation = implementation
 
 
@@ -109,50 +113,95 @@ def _suits_kernel(experts: Any) -> bool:
     )
 
 
-class _Experts(nn.Module):
-    """Random experts, whose results are about as large as what they get."""
+@attrs.frozen
+class ExpertSizes:
+    """``number`` of experts, ``chosen`` for each token; widths of a token and within an expert."""
 
+    number: int = 4
+    chosen: int = 2
+    hidden: int = 32
+    inner: int = 16
+
+    @classmethod
+    def of(cls, experts: Any) -> ExpertSizes:
+        """Those of a module that `_suits_kernel` accepts, as this rank has them."""
+        number, hidden, inner = experts.down_proj.shape
+        return cls(number, num_chosen(experts.config, number), hidden, inner)
+
+    def __str__(self) -> str:
+        return f"{self.chosen} of {self.number} experts of {self.inner} for {self.hidden} numbers"
+
+
+def num_chosen(config: Any, number: int) -> int:
+    """The experts of each token, by what families call them in their configurations."""
+    for name in ("num_experts_per_tok", "moe_topk", "top_k_experts"):
+        if isinstance(chosen := getattr(config, name, None), int):
+            return min(chosen, number)
+    return min(ExpertSizes().chosen, number)
+
+
+@attrs.frozen
+class _Experts:
+    """Experts of a trial: the matrices of each, in place of transformers' one for all."""
+
+    gate_up_proj: Sequence[torch.Tensor]
+    down_proj: Sequence[torch.Tensor]
     has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
 
-    def __init__(self, number: int, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.num_experts = number
-        values = torch.Generator().manual_seed(0)
-        gate_up = torch.randn(number, 2 * inner, hidden, generator=values)
-        down = torch.randn(number, hidden, inner, generator=values)
-        # A product of 32 numbers has its own size; of more, that of their square root.
-        self.gate_up_proj = gate_up * (32 / hidden) ** 0.5
-        self.down_proj = down * (16 / inner) ** 0.5
+    @property
+    def num_experts(self) -> int:
+        return len(self.down_proj)
 
-    def moved(self, device: torch.device, dtype: torch.dtype) -> _Experts:
-        """The same experts elsewhere; changes these."""
-        self.gate_up_proj = self.gate_up_proj.to(device, dtype)
-        self.down_proj = self.down_proj.to(device, dtype)
-        return self
+    def only(self, numbers: Sequence[int]) -> _Experts:
+        """The experts with these numbers."""
+        return _Experts(
+            [self.gate_up_proj[n] for n in numbers], [self.down_proj[n] for n in numbers]
+        )
 
     def _apply_gate(self, rows: torch.Tensor) -> torch.Tensor:
         gate, up = rows.chunk(2, dim=-1)
         return F.silu(gate) * up
 
 
-def experts_trial(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    number: int = 4,
-    hidden: int = 32,
-    inner: int = 16,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of the kernel and of `all_experts` for six tokens with two experts each.
+_SHIFT = 16
+"""Rows by which the matrix of an expert begins after that of the one before, in one buffer. A
+multiple of what memory is aligned to, for any width."""
 
-    ``hidden`` and ``inner`` are the widths of a token and of an expert.
+
+def _experts(sizes: ExpertSizes, gate_up: torch.Tensor, down: torch.Tensor) -> _Experts:
+    """All experts from two buffers: each has rows of its own and shares the others."""
+    starts = range(0, sizes.number * _SHIFT, _SHIFT)
+    return _Experts(
+        [gate_up.narrow(0, start, 2 * sizes.inner) for start in starts],
+        [down.narrow(0, start, sizes.hidden) for start in starts],
+    )
+
+
+def experts_trial(
+    device: torch.device, dtype: torch.dtype, sizes: ExpertSizes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of the kernel and of `all_experts` for six tokens, the first and last expert among
+    those that are chosen.
+
+    Weights are random, and those of all experts take hardly more memory than those of one.
+    Results are about 1 at most, so that roundings stay far below `TOLERANCE`.
     """
     values = torch.Generator().manual_seed(1)
-    rows = (torch.randn(6, hidden, generator=values) * 0.1).to(dtype)
-    pairs = [[0, 1], [3, 2], [1, 3], [0, 2], [2, 1], [3, 0]]
-    chosen = torch.tensor(pairs) % number
-    weights = torch.rand(6, 2, generator=values).to(dtype)
-    experts = _Experts(number, hidden, inner).moved(torch.device("cpu"), dtype)
-    expected = all_experts(experts, rows, chosen, weights)
+    number, hidden, inner = sizes.number, sizes.hidden, sizes.inner
+    more = (number - 1) * _SHIFT
+    # Products of random numbers are as large as the square root of how many they are.
+    gate_up = torch.randn(2 * inner + more, hidden, generator=values) * hidden**-0.5
+    down = torch.randn(hidden + more, inner, generator=values) * inner**-0.5
+    buffers = gate_up.to(dtype), down.to(dtype)
+    rows = torch.randn(6, hidden, generator=values).to(dtype)
+    preferred = torch.rand(6, number, generator=values)
+    preferred[0, 0] = preferred[1, number - 1] = 1.0
+    chosen = preferred.topk(sizes.chosen).indices
+    weights = (torch.rand(6, sizes.chosen, generator=values) + 0.5).to(dtype)
+    weights = weights / weights.sum(-1, keepdim=True)
+    used, places = torch.unique(chosen, return_inverse=True)
+    # The host computes those alone that were chosen.
+    expected = all_experts(_experts(sizes, *buffers).only(used.tolist()), rows, places, weights)
     given = [x.to(device) for x in (rows, chosen, weights)]
-    return fused_experts(experts.moved(device, dtype), *given).cpu(), expected
+    experts = _experts(sizes, *(x.to(device) for x in buffers))
+    return fused_experts(experts, *given).cpu(), expected

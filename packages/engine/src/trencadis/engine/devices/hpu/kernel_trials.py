@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from trencadis.engine.devices.hpu.experts import experts_trial
+from trencadis.engine.devices.hpu.experts import ExpertSizes, experts_trial, num_chosen
 from trencadis.engine.devices.hpu.kernels import (
+    ADJUSTMENT_TRIALS,
     FusedNorm,
     FusedPromptAttention,
     FusedRotary,
@@ -27,9 +28,6 @@ from trencadis.engine.models.loader import ModelSpec
 
 _QUERIES, _KEYS = 128, 256
 """Tokens of a trial of attention: a block of queries, and one more block of context."""
-
-_EXPERTS = 8
-"""Experts of a trial. The weights of all would take gigabytes; each has the model's sizes."""
 
 
 def kernel_trials(
@@ -48,8 +46,10 @@ def kernel_trials(
 
     def adjustment() -> tuple[torch.Tensor, torch.Tensor]:
         _find_operation("block_softmax_adjustment")
-        group = heads // kv_heads
-        return adjustment_trial(dtype, device, kv_heads=kv_heads, group=group)
+        sizes = {"kv_heads": kv_heads, "group": heads // kv_heads}
+        trials = [adjustment_trial(dtype, device, each, **sizes) for each in ADJUSTMENT_TRIALS]
+        found, expected = [[pair[i].flatten() for pair in trials] for i in (0, 1)]
+        return torch.cat(found), torch.cat(expected)
 
     def norm() -> tuple[torch.Tensor, torch.Tensor]:
         return _norm(text.hidden_size, dtype, device)
@@ -61,10 +61,11 @@ def kernel_trials(
     def experts() -> tuple[torch.Tensor, torch.Tensor]:
         _find_operation("mixture_of_experts")
         if not layer_of_experts:
-            return experts_trial(device, dtype)
+            return experts_trial(device, dtype, ExpertSizes())
+        number, hidden = layer_of_experts.experts, text.hidden_size
         inner = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-        number = min(_EXPERTS, layer_of_experts.experts)
-        return experts_trial(device, dtype, number=number, hidden=text.hidden_size, inner=inner)
+        sizes = ExpertSizes(number, num_chosen(text, number), hidden, inner)
+        return experts_trial(device, dtype, sizes)
 
     layer_of_experts = next((layer for layer in spec.layers if layer.experts), None)
     return {

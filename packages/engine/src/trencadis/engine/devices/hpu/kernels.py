@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -63,7 +64,8 @@ def use_fused_kernels(model: nn.Module, device: torch.device, softmax_mode: str)
     _use_rotary(model, dtype, device)
     heads = _head_shapes(model)
     return Kernels(
-        _usable_attention(heads, dtype, device, softmax_mode), _usable_adjustment(dtype, device)
+        _usable_attention(heads, dtype, device, softmax_mode),
+        _usable_adjustment(heads, dtype, device),
     )
 
 
@@ -292,15 +294,64 @@ def block_adjustment(
     return (weight / totals).view(peak.shape)
 
 
-def _usable_adjustment(dtype: torch.dtype, device: torch.device) -> BlockAdjustment | None:
-    """``block_softmax_adjustment``, where the release has it (vllm-gaudi: 1.22 on Gaudi 3)."""
+@attrs.frozen
+class BlocksTried:
+    """Blocks and sequences of a decode, for which a kernel is tried."""
+
+    blocks: int
+    batch: int
+
+
+ADJUSTMENT_TRIALS = (
+    *(BlocksTried(8, 3), BlocksTried(128, 32), BlocksTried(2048, 128)),
+    BlocksTried(16384, 256),
+)
+"""From small to large: 96 GB hold 5,000 blocks of 128 tokens of an 8B model beside its weights."""
+
+
+def _usable_adjustment(
+    heads: list[_HeadShape], dtype: torch.dtype, device: torch.device
+) -> BlockAdjustment | None:
+    """``block_softmax_adjustment``, where the release has it (vllm-gaudi: 1.22 on Gaudi 3).
+
+    For decodes that are at most as large as what was tried with success.
+    """
     if not hasattr(torch.ops.hpu, "block_softmax_adjustment"):
         logger.info("block_softmax_adjustment is not available: PyTorch's operations are used")
         return None
-    what = "block_softmax_adjustment"
-    if agrees(what, lambda: adjustment_trial(dtype, device), dtype):
-        return _fused_adjustment
-    return None
+    groups = sorted({(kv_heads, heads // kv_heads) for heads, kv_heads, *_ in heads})
+
+    def works(tried: BlocksTried) -> bool:
+        what = f"block_softmax_adjustment for {tried.blocks} blocks of {tried.batch} sequences"
+        trials = (
+            functools.partial(
+                adjustment_trial, dtype, device, tried, kv_heads=kv_heads, group=group
+            )
+            for kv_heads, group in groups
+        )
+        return all(agrees(what, trial, dtype) for trial in trials)
+
+    working = list(itertools.takewhile(works, ADJUSTMENT_TRIALS))
+    return FusedAdjustment(working[-1]) if working else None
+
+
+@attrs.frozen
+class FusedAdjustment:
+    """`block_adjustment` by Intel's kernel, for at most as many blocks and sequences as ``limit``.
+
+    Larger decodes are computed by PyTorch's operations: for how many blocks the kernel works is not
+    public.
+    """
+
+    limit: BlocksTried
+
+    def __call__(
+        self, peak: torch.Tensor, sums: torch.Tensor, owners: torch.Tensor, mapping: torch.Tensor
+    ) -> torch.Tensor:
+        num_blocks, batch = mapping.shape
+        if num_blocks > self.limit.blocks or batch > self.limit.batch:
+            return block_adjustment(peak, sums, owners, mapping)
+        return _fused_adjustment(peak, sums, owners, mapping)
 
 
 def _fused_adjustment(
@@ -314,18 +365,25 @@ def _fused_adjustment(
 
 
 def adjustment_trial(
-    dtype: torch.dtype, device: torch.device, *, kv_heads: int = 2, group: int = 2
+    dtype: torch.dtype,
+    device: torch.device,
+    tried: BlocksTried = ADJUSTMENT_TRIALS[0],
+    *,
+    kv_heads: int = 2,
+    group: int = 2,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For three sequences of one to three blocks, and two blocks that have no owner.
+    """For sequences of several blocks each, not side by side, and blocks that have no owner.
 
     ``group``: the query heads of each KV head.
     """
     values = torch.Generator().manual_seed(0)
-    peak = torch.randn(8, kv_heads, group, 1, generator=values) * 4
-    sums = torch.rand(8, kv_heads, group, 1, generator=values) + 1
-    owners = torch.tensor([3, 0, 1, 1, 2, 3, 2, 2])
-    mapping = (owners[:, None] == torch.arange(3)).to(dtype)
-    owned = owners < mapping.shape[1]
+    shape = (tried.blocks, kv_heads, group, 1)
+    peak = torch.randn(shape, generator=values) * 4
+    sums = torch.rand(shape, generator=values) + 1
+    # Each owner, the one beyond the batch included, has about as many.
+    owners = torch.randperm(tried.blocks, generator=values) % (tried.batch + 1)
+    mapping = (owners[:, None] == torch.arange(tried.batch)).to(dtype)
+    owned = owners < tried.batch
     given = [x.to(device) for x in (peak, sums, owners, mapping)]
     found, expected = _fused_adjustment(*given).cpu(), block_adjustment(peak, sums, owners, mapping)
     # Without an owner any finite factor is right: the matrix multiplies it by 0.
