@@ -73,8 +73,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cli", "vllm_plugin"},
     ],
     "kvcache": [
-        {"errors", "rounding"},
-        {"copy_plan", "testing", "validators"},
+        {"block_key", "errors", "rounding"},
+        {"cache_events", "copy_plan", "testing", "validators"},
         {"config", "copiers"},
         {"prefix_cache"},
         {"block_pool", "decode_layout", "tensors"},
@@ -155,7 +155,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"requests"},
     ],
     "engine.core": [
-        {"config_payload", "thermal_monitor"},
+        {"config_payload", "kv_events", "thermal_monitor"},
         {"request_table"},
         {"step_sampling"},
         {"engine_core"},

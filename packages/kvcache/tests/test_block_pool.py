@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.kvcache import BlockPool, InvalidBlock, InvalidSetting, OutOfBlocks
-from trencadis.kvcache.prefix_cache import BlockKey
+from trencadis.kvcache.block_key import BlockKey
 
 
 def key(name: str) -> BlockKey:

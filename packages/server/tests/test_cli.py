@@ -71,6 +71,7 @@ ENGINE = {
     "thermal_devices": ("0,2", (0, 2)),
     "thermal_policy": ("proportional", "proportional"),
     "thermal_policy_config": ('{"target_temp_c": 80}', {"target_temp_c": 80}),
+    "kv_events_config": ('{"topic": "kv@pod@model"}', {"topic": "kv@pod@model"}),
 }
 SERVER = {
     "host": ("::1", "::1"),

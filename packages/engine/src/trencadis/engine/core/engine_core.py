@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from trencadis.engine.api.inspection import MAX_MAP_CELLS, EngineInspection
 from trencadis.engine.api.outputs import EngineStats, plus_totals, totals_since, with_totals
 from trencadis.engine.api.requests import EngineRequest, check_is_request, check_request_id
+from trencadis.engine.core.kv_events import KVEventPublisher
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.step_sampling import StepSampling
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
@@ -36,6 +37,7 @@ from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.settings.engine_config import EngineConfig
+from trencadis.engine.settings.kv_events_config import KVEventsConfig
 from trencadis.engine.validators import items_of
 from trencadis.kvcache import BlockManager, CacheConfig, CopyPlan, Defragmenter, Direction
 from trencadis.scheduler import (
@@ -95,8 +97,14 @@ class EngineCore:
         """The totals of each model, up to when what counts them last began again at 0."""
         self._counted_before = EngineStats()
         """What the present counters said then: those of a model in the stash are not 0."""
-        self.executor.load(config)
-        self._serve(self.executor.plan_memory())
+        events = KVEventsConfig.of(config.kv_events_config)
+        self._kv_events = KVEventPublisher(events) if events.publishes else None
+        try:
+            self.executor.load(config)
+            self._serve(self.executor.plan_memory())
+        except BaseException:
+            self._close_events()
+            raise
         self._thermal.start()
 
     def _serve(self, facts: ModelFacts) -> None:
@@ -125,9 +133,13 @@ class EngineCore:
                 num_host_blocks=facts.num_host_blocks,
                 enable_prefix_caching=config.enable_prefix_caching,
                 window=window,
+                record_events=self._kv_events is not None,
             ),
             governor=swap_governor(config, facts.block_bytes),
         )
+        if self._kv_events is not None:
+            self.blocks.reset_prefix_cache()  # which tells that what another cache had is gone
+            self._publish_events(self._kv_events)
         self._defragmenter = None
         if facts.read is DecodeRead.PREFIX:  # only a prefix gets shorter when blocks move down
             shared = facts.num_shared_blocks
@@ -169,6 +181,8 @@ class EngineCore:
         """
         self.requests.abort_all()
         self.scheduler.abort_admitted()
+        if self._kv_events is not None:
+            self._publish_events(self._kv_events)
         self._in_flight.clear()
         counted = self._counted()
         self._totals[self.config.name], self._counted_before = self._since_start(counted), counted
@@ -318,8 +332,11 @@ class EngineCore:
             tokens = self._run_step()
         except Exception as error:
             self._recover(error)
-            return []
-        self._num_failed_steps = 0
+            tokens = []
+        else:
+            self._num_failed_steps = 0
+        if self._kv_events is not None:
+            self._publish_events(self._kv_events)
         return tokens
 
     def take_failures(self) -> list[RequestError | Rejected]:
@@ -439,4 +456,14 @@ class EngineCore:
         """Stop the threads of temperatures and grammars, and write what was recorded."""
         self._grammars.close()
         self._thermal.stop()
+        self._close_events()
         self.executor.close()
+
+    def _publish_events(self, publisher: KVEventPublisher) -> None:
+        """Tell what the prefix cache got and lost; later, where too much waits to be told."""
+        if publisher.has_space and (events := self.blocks.take_events()):
+            publisher.publish(events, self.blocks.config.block_size)
+
+    def _close_events(self) -> None:
+        if self._kv_events is not None:
+            self._kv_events.close()

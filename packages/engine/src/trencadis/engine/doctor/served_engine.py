@@ -85,9 +85,10 @@ class ServedEngine:
 
     def start_again(self, **changes: Any) -> None:
         """Release the engine; its next use starts one with these settings beside the user's."""
-        if self._core is not None and self._executor is not None:
+        if self._core is not None:
             self._core.close()
-            self._executor.worker.discard()
+        if self._executor is not None and hasattr(self._executor, "worker"):
+            self._executor.worker.discard()  # also of a start that failed
         self._core = self._executor = None
         self._changes = changes
         gc.collect()

@@ -1,0 +1,395 @@
+"""KV events: a subscriber knows what the prefix cache has, whatever it missed, in vLLM's format."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from trencadis.engine import ConfigError, EngineConfig, EngineCore, GenerateRequest, SamplingParams
+from trencadis.engine.core.config_payload import config_payload
+from trencadis.engine.core.kv_events import END, KVEventPublisher
+from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.settings.kv_events_config import KVEventsConfig
+from trencadis.kvcache import BlockManager, CacheConfig
+
+WAIT_S = 60.0
+BLOCK = 8
+
+
+class Subscriber:
+    """A router's index of the cache, from the messages alone: token ids and salt of each hash."""
+
+    def __init__(self, context: zmq.Context[Any], settings: dict[str, Any]) -> None:
+        self.socket = context.socket(zmq.SUB)
+        self.socket.subscribe(settings.get("topic", "").encode())
+        self.socket.connect(settings["endpoint"])
+        self.replay = context.socket(zmq.DEALER)  # a request has many answers
+        self.replay.connect(settings["replay_endpoint"])
+        self.index: dict[int, tuple[int | None, tuple[int, ...], Any]] = {}
+        self.next = 0
+        self.topics: set[bytes] = set()
+
+    def receive(self, *, apply: bool = True) -> int:
+        """Messages that are there now; with ``apply``, all since the last one that was applied."""
+        received = 0
+        while self.socket.poll(50):
+            topic, number, content = self.socket.recv_multipart()
+            self.topics.add(topic)
+            received += 1
+            if not apply:
+                continue
+            if int.from_bytes(number, "big") > self.next:
+                self.catch_up()
+            self._apply(number, content)
+        return received
+
+    def catch_up(self) -> None:
+        """Ask for what was missed."""
+        self.replay.send_multipart((b"", self.next.to_bytes(8, "big")))
+        while True:
+            *_, number, content = self.replay.recv_multipart()
+            if number == END:
+                return
+            self._apply(number, content)
+
+    def _apply(self, number: bytes, content: bytes) -> None:
+        if int.from_bytes(number, "big") != self.next:
+            return  # known by the replay
+        self.next += 1
+        at_s, events, rank = msgspec.msgpack.decode(content)
+        assert abs(at_s - time.time()) < 600
+        assert rank == 0
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                self.index.clear()
+            elif event["type"] == "BlockRemoved":
+                for digest in event["block_hashes"]:
+                    del self.index[digest]
+            else:
+                self._store(event)
+
+    def _store(self, event: dict[str, Any]) -> None:
+        assert event["type"] == "BlockStored"
+        assert (event["medium"], event["lora_id"], event["lora_name"]) == ("GPU", None, None)
+        parent, size = event["parent_block_hash"], event["block_size"]
+        extra = event.get("extra_keys") or [None] * len(event["block_hashes"])
+        assert len(event["token_ids"]) == size * len(event["block_hashes"])
+        for place, digest in enumerate(event["block_hashes"]):
+            tokens = tuple(event["token_ids"][place * size : (place + 1) * size])
+            assert digest not in self.index
+            self.index[digest] = parent, tokens, extra[place]
+            parent = digest
+
+
+def cached(blocks: BlockManager) -> dict[int, tuple[int | None, tuple[int, ...], bytes]]:
+    """What the prefix cache has, by the hashes that are told."""
+
+    def told(digest: bytes) -> int:
+        return int.from_bytes(digest[-8:], "big")
+
+    found = {}
+    for block in range(blocks.config.num_blocks):
+        key = blocks.pool.prefix_index.key_of(block)
+        if key is not None:
+            tokens = tuple(memoryview(key.tokens).cast("i"))
+            parent = None if key.parent is None else told(key.parent.digest)
+            found[told(key.digest)] = parent, tokens, key.extra
+    return found
+
+
+def is_known(subscriber: Subscriber, core: EngineCore) -> bool:
+    held = {digest: entry[:2] for digest, entry in cached(core.blocks).items()}
+    return {digest: entry[:2] for digest, entry in subscriber.index.items()} == held
+
+
+def wait_until_known(subscriber: Subscriber, core: EngineCore) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        subscriber.receive()
+        if is_known(subscriber, core):
+            return
+        assert time.monotonic() < deadline, (subscriber.index, cached(core.blocks))
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{tmp_path}/events",
+        "replay_endpoint": f"ipc://{tmp_path}/replay",
+        "topic": "kv@pod@model",
+    }
+
+
+@pytest.fixture(scope="module")
+def models(
+    tmp_path_factory: pytest.TempPathFactory, make_tiny_model: Callable[..., Path]
+) -> list[Path]:
+    place = tmp_path_factory.mktemp("events")
+    return [make_tiny_model(place / "one"), make_tiny_model(place / "two")]
+
+
+def config_of(model: Path, settings: dict[str, Any], **changes: Any) -> EngineConfig:
+    given = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "block_size": BLOCK}
+    given |= {"num_blocks": 24, "device": "cpu", "kv_events_config": settings}
+    return EngineConfig(model=str(model), **given | changes)
+
+
+def serve(core: EngineCore, first: int, salt: str | None = None) -> None:
+    prompt = tuple(range(first, first + 20))
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    core.add(str(first), GenerateRequest(prompt, params, cache_salt=salt))
+    while core.has_work:
+        core.step()
+
+
+def test_a_subscriber_knows_the_cache_through_evictions_sleep_and_another_model(
+    context: zmq.Context[Any], settings: dict[str, Any], models: list[Path]
+) -> None:
+    core = EngineCore(config_of(models[0], settings))
+    try:
+        subscriber = Subscriber(context, settings)
+        serve(core, 1)
+        wait_until_known(subscriber, core)
+        assert len(subscriber.index) == 3
+        for first in range(2, 30):  # more than the cache holds
+            serve(core, first, salt="tenant" if first % 2 else None)
+        wait_until_known(subscriber, core)
+        assert len(subscriber.index) > 10
+        firsts = [entry for entry in subscriber.index.values() if entry[0] is None]
+        assert {repr(extra) for _, _, extra in firsts} == {"None", "['tenant']"}
+        assert all(extra is None for parent, _, extra in subscriber.index.values() if parent)
+        switcher = ModelSwitcher(core)
+        switcher.sleep(1)
+        wait_until_known(subscriber, core)
+        assert not subscriber.index
+        switcher.wake_up()
+        serve(core, 40)
+        wait_until_known(subscriber, core)
+        assert len(subscriber.index) == 3
+        switcher.reconfigure_engine(config_payload(config_of(models[1], settings)), 1 << 30)
+        wait_until_known(subscriber, core)
+        assert not subscriber.index
+        serve(core, 40)
+        wait_until_known(subscriber, core)
+        assert subscriber.topics == {b"kv@pod@model"}
+    finally:
+        core.close()
+
+
+def test_a_subscriber_that_missed_messages_asks_for_them(
+    context: zmq.Context[Any], settings: dict[str, Any], models: list[Path]
+) -> None:
+    core = EngineCore(config_of(models[0], settings))
+    try:
+        subscriber = Subscriber(context, settings)
+        serve(core, 1)
+        deadline = time.monotonic() + WAIT_S
+        while not subscriber.receive(apply=False):  # these are lost
+            assert time.monotonic() < deadline
+        for first in range(2, 20):
+            serve(core, first)
+        wait_until_known(subscriber, core)
+        late = Subscriber(context, settings)  # it has seen nothing
+        late.index = {1: (None, (), None)}  # but another core on this address, before
+        late.catch_up()
+        deadline = time.monotonic() + WAIT_S
+        while not is_known(late, core):
+            late.catch_up()
+            assert time.monotonic() < deadline
+    finally:
+        core.close()
+
+
+def test_a_failed_step_tells_that_nothing_is_cached(
+    context: zmq.Context[Any],
+    settings: dict[str, Any],
+    models: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = EngineCore(config_of(models[0], settings))
+    try:
+        subscriber = Subscriber(context, settings)
+        serve(core, 1)
+        wait_until_known(subscriber, core)
+        assert subscriber.index
+        with monkeypatch.context() as patch:
+            patch.setattr(core.scheduler, "update", lambda *_, **__: 1 / 0)
+            serve(core, 30)
+        wait_until_known(subscriber, core)
+        assert not subscriber.index
+    finally:
+        core.close()
+
+
+def test_without_the_setting_nothing_is_recorded_or_published(models: list[Path]) -> None:
+    for given in ({}, {"endpoint": "tcp://127.0.0.1:1"}, {"enable_kv_cache_events": False}):
+        core = EngineCore(config_of(models[0], given))
+        serve(core, 1)
+        assert not core.blocks.config.record_events
+        core.close()
+    null = {"enable_kv_cache_events": True, "publisher": "null"}
+    core = EngineCore(config_of(models[0], null))
+    assert not core.blocks.config.record_events
+    core.close()
+
+
+def test_nothing_is_published_while_the_queue_is_full(
+    context: zmq.Context[Any],
+    settings: dict[str, Any],
+    models: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = EngineCore(config_of(models[0], settings))
+    try:
+        subscriber = Subscriber(context, settings)
+        serve(core, 1)
+        wait_until_known(subscriber, core)
+        with monkeypatch.context() as patch:
+            patch.setattr(KVEventPublisher, "has_space", False)
+            patch.setattr(KVEventPublisher, "publish", lambda *_: 1 / 0)
+            for first in range(2, 20):
+                serve(core, first)
+            assert not core.take_failures()
+        serve(core, 20)
+        wait_until_known(subscriber, core)
+    finally:
+        core.close()
+
+
+def filled(prompts: int) -> BlockManager:
+    blocks = BlockManager(CacheConfig(num_blocks=9, block_size=4, record_events=True))
+    for number in range(prompts):
+        blocks.allocate(number, range(number, number + 8))
+        blocks.mark_computed(number, 8)
+        blocks.free(number)
+    return blocks
+
+
+def test_what_has_no_space_in_the_queue_is_told_later(
+    context: zmq.Context[Any], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the core does it: a full queue loses nothing, and nobody waits for it."""
+    publisher = KVEventPublisher(KVEventsConfig.of({**settings, "max_queue_size": 1}))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(KVEventPublisher, "has_space", False)
+            blocks = filled(30)  # nothing is taken
+        assert publisher.has_space
+        publisher.publish(blocks.take_events(), 4)
+        subscriber = Subscriber(context, settings)
+        deadline = time.monotonic() + WAIT_S
+        while len(subscriber.index) < 8:
+            subscriber.catch_up()
+            assert time.monotonic() < deadline
+        assert subscriber.index.keys() == cached(blocks).keys()
+    finally:
+        publisher.close()
+
+
+def test_what_is_queued_is_published_before_the_end(
+    context: zmq.Context[Any], settings: dict[str, Any]
+) -> None:
+    publisher = KVEventPublisher(KVEventsConfig.of(settings))
+    subscriber = Subscriber(context, settings)
+    time.sleep(0.2)  # until it has connected
+    blocks = filled(3)
+    publisher.publish(blocks.take_events(), 4)
+    publisher.close()
+    subscriber.receive()
+    assert subscriber.index.keys() == cached(blocks).keys()
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"x" * 9], [b"", b"", b"abc"], [b"\xff" * 8]])
+def test_a_wrong_request_for_a_replay_harms_nobody(
+    context: zmq.Context[Any], settings: dict[str, Any], frames: list[bytes]
+) -> None:
+    publisher = KVEventPublisher(KVEventsConfig.of(settings))
+    try:
+        hostile = context.socket(zmq.DEALER)
+        hostile.connect(settings["replay_endpoint"])
+        hostile.send_multipart(frames)
+        if len(frames[-1]) != 8:
+            assert not hostile.poll(300), "an answer"
+        blocks = filled(3)
+        publisher.publish(blocks.take_events(), 4)
+        subscriber = Subscriber(context, settings)
+        deadline = time.monotonic() + WAIT_S
+        while not subscriber.index:
+            subscriber.catch_up()
+            assert time.monotonic() < deadline
+        assert subscriber.index.keys() == cached(blocks).keys()
+    finally:
+        publisher.close()
+
+
+def replayed(socket: Any, first: int) -> list[int]:
+    """The numbers of the messages from ``first`` on."""
+    socket.send_multipart((b"", first.to_bytes(8, "big")))
+    numbers = []
+    while (frames := socket.recv_multipart())[-2] != END:
+        numbers.append(int.from_bytes(frames[-2], "big"))
+    return numbers
+
+
+def test_only_the_last_messages_are_kept(
+    context: zmq.Context[Any], settings: dict[str, Any]
+) -> None:
+    publisher = KVEventPublisher(KVEventsConfig.of({**settings, "buffer_steps": 2}))
+    try:
+        for _ in range(5):
+            publisher.publish(filled(1).take_events(), 4)
+        asks = context.socket(zmq.DEALER)
+        asks.connect(settings["replay_endpoint"])
+        deadline = time.monotonic() + WAIT_S
+        numbers: list[int] = []
+        while numbers != [3, 4]:
+            assert time.monotonic() < deadline, numbers
+            numbers = replayed(asks, 0)
+            assert len(numbers) <= 2
+        assert replayed(asks, 4) == [4]
+        assert replayed(asks, 5) == []
+    finally:
+        publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "kv_events_config must be an object"),
+        ({"enabled": True}, "no setting 'enabled': its settings are enable_kv_cache_events, pub"),
+        ({"enable_kv_cache_events": 1}, "kv_events_config: enable_kv_cache_events must be True or"),
+        ({"publisher": "kafka"}, "publisher must be one of zmq, null, got 'kafka'"),
+        ({"endpoint": 5557}, "endpoint must be a text"),
+        ({"buffer_steps": -1}, "buffer_steps must be an integer from 0"),
+        ({"hwm": 0}, "hwm must be an integer from 1"),
+        ({"max_queue_size": 0}, "max_queue_size must be an integer from 1"),
+        ({"topic": None}, "topic must be a text"),
+    ],
+)
+def test_a_wrong_setting_is_named(models: list[Path], given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(models[0], given)
+
+
+def test_an_address_that_is_taken_is_a_setting_that_cannot_be_used(
+    context: zmq.Context[Any], models: list[Path]
+) -> None:
+    taken = context.socket(zmq.PUB)
+    port = taken.bind_to_random_port("tcp://127.0.0.1")
+    given = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{port}"}
+    with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} .* cannot be used .*in use"):
+        EngineCore(config_of(models[0], given))
