@@ -304,5 +304,6 @@ def _prompt_logprobs(
 def _logprobs(token: int, params: SamplingParams) -> tuple[PositionLogprobs, ...]:
     if params.logprobs is None:
         return ()
-    top = tuple(TokenLogprob(65 + rank, -1.0 - rank) for rank in range(params.logprobs))
+    listed = params.logprob_token_ids or range(65, 65 + params.logprobs)
+    top = tuple(TokenLogprob(token, -1.0 - rank) for rank, token in enumerate(listed))
     return (PositionLogprobs(TokenLogprob(token, -math.inf), top),)

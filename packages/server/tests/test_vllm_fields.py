@@ -46,6 +46,30 @@ async def test_a_client_lists_the_tokens_that_are_allowed(official, engine):
     assert asked == [(65, 66), (65,)]
 
 
+async def test_a_client_lists_the_tokens_whose_log_probabilities_it_wants(official):
+    """As many as it lists, whatever top_logprobs says, with the chosen token first."""
+    fields = {"logprob_token_ids": [70, 104, 80, 70], "return_tokens_as_token_ids": True}
+    answer = await official.chat.completions.create(
+        model="stand-in", messages=MESSAGES, max_tokens=1, logprobs=True, extra_body=fields
+    )
+    (position,) = answer.choices[0].logprobs.content
+    chosen = position.token
+    others = [f"token_id:{token}" for token in (70, 104, 80)]
+    assert chosen not in others
+    assert [one.token for one in position.top_logprobs] == [chosen, *others]
+    answer = await official.completions.create(
+        model="stand-in", prompt="a", max_tokens=1, logprobs=1, extra_body=fields
+    )
+    (top,) = answer.choices[0].logprobs.top_logprobs
+    assert (
+        list(top) == [answer.choices[0].logprobs.tokens[0], *others] and top["token_id:80"] == -3.0
+    )
+    with pytest.raises(openai.BadRequestError, match="logprob_token_ids are reported for gen"):
+        await official.completions.create(
+            model="stand-in", prompt="a", max_tokens=0, echo=True, logprobs=1, extra_body=fields
+        )
+
+
 async def test_a_token_out_of_vocabulary_is_named(official):
     with pytest.raises(openai.BadRequestError, match="999999, which is out of vocabulary"):
         await official.completions.create(model="stand-in", prompt=[1, 999999])

@@ -28,6 +28,7 @@ from trencadis.engine.api.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_BIASES,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BIASES",
     "MAX_CACHE_SALT",
+    "MAX_LOGPROB_TOKEN_IDS",
     "MAX_STOP_TOKEN_IDS",
     "AsyncEngine",
     "BatchControl",

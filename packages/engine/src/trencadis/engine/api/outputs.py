@@ -32,7 +32,7 @@ class TokenLogprob:
 @attrs.frozen
 class PositionLogprobs:
     """Log-probabilities at one generated position: of the chosen token and of the most probable
-    tokens, the most probable first."""
+    tokens, the most probable first, or of ``logprob_token_ids``, in their order."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()

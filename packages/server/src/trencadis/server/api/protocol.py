@@ -32,6 +32,7 @@ from trencadis.engine import (
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_CACHE_SALT,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
     InvalidRequest,
     RequestFields,
@@ -244,6 +245,9 @@ class GenerationRequest(RequestBody):
     allowed_token_ids: (
         Annotated[list[int], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
     ) = _parameter("allowed_token_ids")
+    logprob_token_ids: (
+        Annotated[list[int], Field(fail_fast=True, max_length=MAX_LOGPROB_TOKEN_IDS)] | None
+    ) = _parameter("logprob_token_ids")
     bad_words: Annotated[list[Text], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = (
         _parameter("bad_words")
     )
@@ -575,6 +579,11 @@ class CompletionRequest(GenerationRequest):
             )
         if self.drops_output and not self.echo:
             raise InvalidRequest("max_tokens 0 needs echo to be true", "max_tokens")
+        if self.drops_output and self.logprob_token_ids:
+            raise InvalidRequest(
+                "logprob_token_ids are reported for generated tokens: set max_tokens above 0",
+                "logprob_token_ids",
+            )
         if len(self.prompt) * max(generated, self.num_choices) > MAX_CHOICES:
             field = "n" if self.best_of is None else "best_of"
             raise InvalidRequest(

@@ -171,6 +171,7 @@ def check_token_ids(params: SamplingParams, model: ServedModel) -> None:
         "logit_bias": params.logit_bias,
         "stop_token_ids": params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids or (),
+        "logprob_token_ids": params.logprob_token_ids,
     }
     for field, token_ids in fields.items():
         for token in token_ids:
