@@ -333,6 +333,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "error_handlers",
             "key_limit",
             "request_body",
+            "request_id_header",
         },
         {"admin_calls", "admin_signatures", "event_stream", "json_body", "tls"},
     ],

@@ -84,7 +84,8 @@ def test_the_page_lists_every_route():
     listed = set()
     for paths in re.findall(r"^- (`(?:GET|POST) .*?): ", API, re.MULTILINE):
         listed |= set(re.findall(r"`(?:GET |POST )?(/[^`]*)`", paths))
-    app = create_app(SwitchingStandIn(), ServerSettings(server_dev_mode=True))
+    settings = ServerSettings(server_dev_mode=True, enable_tokenizer_info_endpoint=True)
+    app = create_app(SwitchingStandIn(), settings)
     served = {re.sub(r":\w+}", "}", path) for path in app.openapi()["paths"]}
     assert (
         listed - {*("/docs", "/openapi.json", "/metrics", "/dashboard", "/v1/admin/batch")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -272,3 +273,59 @@ async def test_log_probabilities_of_the_text_of_a_response(engine, serving, stre
         async with serving() as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="n") as plain:
             await plain.responses.create(model="stand-in", input="a", top_logprobs=1)
     assert caught.value.param == "top_logprobs"
+
+
+async def test_a_flag_writes_tokens_as_ids_where_a_request_does_not_say(serving):
+    async with (
+        serving(return_tokens_as_token_ids=True) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as official,
+    ):
+        tokens = {}
+        for wanted in (None, False, True):
+            answer = await official.completions.create(
+                model="stand-in",
+                prompt="a",
+                max_tokens=1,
+                logprobs=0,
+                extra_body={"return_tokens_as_token_ids": wanted},
+            )
+            tokens[wanted] = answer.choices[0].logprobs.tokens
+        spoken = await official.responses.create(
+            model="stand-in", input="a", include=["message.output_text.logprobs"]
+        )
+    assert tokens == {None: ["token_id:97"], False: ["a"], True: ["token_id:97"]}
+    assert spoken.output[0].content[0].logprobs[0].token == f"token_id:{ord('[')}"
+
+
+async def test_a_flag_gives_the_chat_template_arguments(serving, engine):
+    async with serving(default_chat_template_kwargs={"mood": "calm", "tone": 1}) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as official:
+            plain = await chat(official)
+            other = await chat(official, chat_template_kwargs={"tone": 2})
+        async with httpx.AsyncClient(base_url=url) as http:
+            answer = await http.post("/tokenize", json={"messages": MESSAGES})
+            counted = answer.json()["tokens"]
+    assert plain.choices[0].message.content == "[user]hello<mood=calm><tone=1>[assistant]"
+    assert other.choices[0].message.content == "[user]hello<mood=calm><tone=2>[assistant]"
+    assert counted == [BOS, *b"[user]hello<mood=calm><tone=1>[assistant]"]
+
+
+async def test_a_flag_names_every_response(serving, client):
+    assert "x-request-id" not in (await client.get("/health")).headers
+    async with (
+        serving(enable_request_id_headers=True, api_keys=["key"]) as url,
+        httpx.AsyncClient(base_url=url) as named,
+    ):
+        random = (await named.get("/health")).headers["x-request-id"]
+        assert len(random) == 32 and int(random, 16)
+        given = await named.get("/metrics", headers={"X-Request-Id": "mine"})
+        assert given.headers.get_list("x-request-id") == ["mine"]
+        refused = await named.get("/v1/models", headers={"X-Request-Id": "a b"})
+        assert refused.status_code == 401
+        assert refused.headers["x-request-id"] not in ("a b", random)
+        body = {"prompt": "a", "stream": True}
+        answer = await named.post(
+            "/v1/completions", json=body, headers={"Authorization": "Bearer key"}
+        )
+        (name,) = answer.headers.get_list("x-request-id")
+        assert f'"id":"{name}"' in answer.text, "that of the answer stays"

@@ -24,6 +24,7 @@ from trencadis.server.http.error_handlers import install_error_handlers
 from trencadis.server.http.json_body import JsonBodies
 from trencadis.server.http.key_limit import KeyLimit
 from trencadis.server.http.request_body import UNREAD_FACTOR, BodyLimit
+from trencadis.server.http.request_id_header import RequestIdHeader
 from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.metrics.tracing import RequestTracer
 from trencadis.server.routes.admin import admin_router
@@ -39,7 +40,7 @@ from trencadis.server.routes.models import models_router
 from trencadis.server.routes.pooling import pooling_router
 from trencadis.server.routes.responses import responses_router
 from trencadis.server.routes.switch import switch_router
-from trencadis.server.routes.tokens import tokens_router
+from trencadis.server.routes.tokens import tokenizer_info_router, tokens_router
 from trencadis.server.settings import ServerSettings
 from trencadis.server.switching.switch_control import SwitchControl
 
@@ -139,6 +140,8 @@ def _add_routes(app: FastAPI, context: ServingContext, dashboard: DashboardFeed)
         admin_router,
     ):
         app.include_router(router(context))
+    if context.settings.enable_tokenizer_info_endpoint:
+        app.include_router(tokenizer_info_router(context))
     app.include_router(dashboard_router(dashboard, context.settings))
     app.include_router(docs_router())
 
@@ -183,5 +186,7 @@ def _add_middleware(app: FastAPI, context: ServingContext, keys: ApiKeys) -> Non
     app.add_middleware(AdminAudit, is_admin=is_admin)
     if settings.allowed_hosts:
         app.add_middleware(AllowedHosts, hosts=settings.allowed_hosts)
+    if settings.enable_request_id_headers:
+        app.add_middleware(RequestIdHeader)
     if settings.admin_port is not None:
         app.add_middleware(AdminListener, port=settings.admin_port, is_admin=is_admin)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
 from trencadis.engine import ConfigError
-from trencadis.engine.settings import parse_flag, parse_size, setting, setting_field
+from trencadis.engine.settings import (
+    parse_flag,
+    parse_json_object,
+    parse_size,
+    setting,
+    setting_field,
+)
 from trencadis.engine.validators import boolean, integer, number, one_of, text
 
 MIB = 1024 * 1024
@@ -19,6 +25,16 @@ MODELS = "several models"
 """Groups of flags in ``--help``."""
 
 _PATH_PREFIX = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
+
+RESERVED_TEMPLATE_NAMES = frozenset(
+    {
+        *("messages", "conversation", "conversations", "chat_template", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "processor_kwargs"),
+    }
+)
+"""Arguments of a chat template that neither a client nor a setting may give."""
 
 _seconds = number(0, 86_400, exclusive_low=True)
 
@@ -35,6 +51,22 @@ def _path_prefix(_: object, attribute: attrs.Attribute[Any], path: object) -> No
     if not isinstance(path, str) or (path and not _PATH_PREFIX.fullmatch(path)):
         raise ConfigError(
             f"{attribute.name} must begin with / and not end with it, as in /llm, got {path!r}",
+            attribute.name,
+        )
+
+
+def _template_arguments(_: object, attribute: attrs.Attribute[Any], arguments: object) -> None:
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
+        raise ConfigError(
+            f"{attribute.name} must map names to values, as in {{'enable_thinking': False}}, got "
+            f"{arguments!r}",
+            attribute.name,
+        )
+    reserved = sorted(RESERVED_TEMPLATE_NAMES & arguments.keys())
+    if reserved:
+        raise ConfigError(
+            f"{attribute.name} may not set {', '.join(reserved)}, which the server sets: leave "
+            "it out",
             attribute.name,
         )
 
@@ -167,6 +199,40 @@ class ServerSettings:
         "--enable-force-include-usage",
         group=SERVER,
         help="every event of a stream of chat or completions has token counts, asked for or not",
+    )
+    return_tokens_as_token_ids: bool = setting_field(
+        False,
+        boolean(),
+        "--return-tokens-as-token-ids",
+        group=SERVER,
+        help="log-probabilities write tokens as token_id:N, unless a request wants texts",
+    )
+    enable_tokenizer_info_endpoint: bool = setting_field(
+        False,
+        boolean(),
+        "--enable-tokenizer-info-endpoint",
+        group=SERVER,
+        help="answer GET /tokenizer_info",
+    )
+    enable_request_id_headers: bool = setting_field(
+        False,
+        boolean(),
+        "--enable-request-id-headers",
+        group=SERVER,
+        help="every response has X-Request-Id, also of probes",
+    )
+    default_chat_template_kwargs: Mapping[str, Any] = attrs.field(
+        factory=dict,
+        validator=_template_arguments,
+        metadata=setting(
+            "--default-chat-template-kwargs",
+            metavar="JSON",
+            group=CHAT,
+            parse=parse_json_object,
+            help="arguments of the chat template that requests need not send, as in "
+            "'{\"enable_thinking\": false}'",
+            default="none",
+        ),
     )
     prefix_cache_per_key: bool = setting_field(
         False,

@@ -51,6 +51,7 @@ from trencadis.server.api.structured_output import (
 from trencadis.server.api.tools import MAX_TOOLS, FunctionTool, ToolChoice, ToolChoiceField
 from trencadis.server.api.unsupported_fields import refuse_unsupported
 from trencadis.server.request_ids import REQUEST_ID_PATTERN
+from trencadis.server.settings import RESERVED_TEMPLATE_NAMES
 
 MAX_CHOICES = 1024
 """Maximum number of choices (prompts times ``n``) of one request."""
@@ -71,15 +72,6 @@ _GUIDED = {
     "guided_grammar": "grammar",
 }
 """The older fields of vLLM, and what each is in `StructuredOutput`."""
-
-_RESERVED_TEMPLATE_NAMES = frozenset(
-    {
-        *("messages", "conversation", "conversations", "chat_template", "tools", "documents"),
-        *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
-        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-        *("tokenizer_kwargs", "processor_kwargs"),
-    }
-)
 
 
 def _parameter(name: str, *, default: Any = None, low: int | None = None) -> Any:
@@ -116,7 +108,7 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
 
 
 def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    reserved = sorted(_RESERVED_TEMPLATE_NAMES & value.keys())
+    reserved = sorted(RESERVED_TEMPLATE_NAMES & value.keys())
     if reserved:
         raise InvalidRequest(f"may not set {', '.join(reserved)}")
     try:

@@ -274,7 +274,7 @@ class PromptEncoder:
         tools = [tool.for_template() for tool in request.tools or ()] if may_call else None
         if tools:
             self._warn_of_unseen_tools(model)
-        arguments = request.template_arguments
+        arguments = {**model.template_arguments, **(request.template_arguments or {})} or None
         continues = bool(request.continue_final_message)
         generation_prompt = request.add_generation_prompt
         if generation_prompt is None:

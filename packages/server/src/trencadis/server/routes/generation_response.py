@@ -261,6 +261,8 @@ async def respond(
     """Answer a request, streamed or not. A client that disconnects aborts its request."""
     if request.stream and context.settings.enable_force_include_usage:
         request.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+    if request.return_tokens_as_token_ids is None:
+        request.return_tokens_as_token_ids = context.settings.return_tokens_as_token_ids
 
     async def answer(model: ServedModel, sender: Sender) -> Response:
         # before tokenisation, which takes longer
