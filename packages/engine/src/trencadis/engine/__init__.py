@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from trencadis.engine.api.outputs import (
+    STEP_TOKENS,
     CompletionDelta,
     EngineStats,
     FinishReason,
@@ -123,6 +124,7 @@ __all__ = [
     "MAX_CACHE_SALT",
     "MAX_LOGPROB_TOKEN_IDS",
     "MAX_STOP_TOKEN_IDS",
+    "STEP_TOKENS",
     "AsyncEngine",
     "BatchControl",
     "BatchControlResult",

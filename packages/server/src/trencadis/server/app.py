@@ -69,7 +69,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     )
     app.state.dashboard = dashboard
     _add_routes(app, context, dashboard)
-    install_error_handlers(app, settings.retry_after)
+    install_error_handlers(app, settings.retry_after, context.metrics.count_rejected)
     _add_middleware(app, context, keys)
     return app
 
