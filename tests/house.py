@@ -338,7 +338,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"admin_calls", "admin_signatures", "event_stream", "json_body", "tls"},
     ],
     "server.metrics": [
-        {"metric_tables", "tracing"},
+        {"load_report", "metric_tables", "tracing"},
         {"serving_metrics"},
         {"percentiles"},
     ],

@@ -329,3 +329,26 @@ async def test_a_flag_names_every_response(serving, client):
         )
         (name,) = answer.headers.get_list("x-request-id")
         assert f'"id":"{name}"' in answer.text, "that of the answer stays"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_proxy_asks_for_the_load_in_a_header(client, stream):
+    """5 of 20 blocks are used, and 2 requests wait: see the stand-in."""
+    reports = {
+        "TEXT": "TEXT named_metrics.kv_cache_usage_perc=0.25, "
+        "named_metrics.num_requests_waiting=2.0",
+        "json": 'JSON {"named_metrics": {"kv_cache_usage_perc": 0.25, '
+        '"num_requests_waiting": 2.0}}',
+        "BIN": None,
+        None: None,
+    }
+    for path, prompt in (("chat/completions", {"messages": MESSAGES}), ("completions", PROMPTED)):
+        for form, report in reports.items():
+            headers = {} if form is None else {"endpoint-load-metrics-format": form}
+            body = {**prompt, "stream": stream}
+            answer = await client.post(f"/v1/{path}", json=body, headers=headers)
+            assert answer.status_code == 200
+            assert answer.headers.get("endpoint-load-metrics") == report
+
+
+PROMPTED = {"prompt": "a", "max_tokens": 1}
