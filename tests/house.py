@@ -318,7 +318,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"chat_batch", "invocations", "messages", "responses", "tokens"},
     ],
     "server.generation": [
-        {"answer_plan", "choice_stream"},
+        {"answer_plan", "choice_stream", "response_store"},
         {"answer_blocks", "answer_writer", "embedding_run", "served_model"},
         {"prompts"},
     ],
@@ -353,6 +353,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "server.routes": [
         {"context", "docs"},
         {"admin", "dashboard", "generation_response", "health", "models", "switch"},
+        {"stored_responses"},
         {"chat", "completions", "messages", "pooling", "responses", "tokens"},
         {"invocations"},
     ],

@@ -141,7 +141,7 @@ class RemoteOpenAIServer:
             flags += ["--served-model-name", model]
         if seed is not None:
             flags += ["--seed", str(seed)]
-        key = tuple(flags)
+        key = (*flags, *(f"{name}={value}" for name, value in (env_dict or {}).items()))
         if key not in _servers or _servers[key].process.poll() is not None:
             while len(_servers) >= KEPT:
                 _servers.popitem(last=False)[1].kill()

@@ -13,6 +13,7 @@ from trencadis.server.api.error_responses import DescribedApp
 from trencadis.server.dashboard.feed import DashboardFeed
 from trencadis.server.engine_protocol import ServingEngine, as_switching
 from trencadis.server.generation.prompts import PromptEncoder
+from trencadis.server.generation.response_store import ResponseStore
 from trencadis.server.generation.served_model import ServedModels
 from trencadis.server.http.admin_calls import AdminAudit, AdminListener, AdminRateLimit
 from trencadis.server.http.admin_signatures import AdminSignatures
@@ -39,6 +40,7 @@ from trencadis.server.routes.messages import messages_router
 from trencadis.server.routes.models import models_router
 from trencadis.server.routes.pooling import pooling_router
 from trencadis.server.routes.responses import responses_router
+from trencadis.server.routes.stored_responses import end_background, stored_responses_router
 from trencadis.server.routes.switch import switch_router
 from trencadis.server.routes.tokens import tokenizer_info_router, tokens_router
 from trencadis.server.settings import ServerSettings
@@ -89,6 +91,9 @@ def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool)
     switcher, switching = None, as_switching(engine)
     if switching is not None and metrics.switches is not None:
         switcher = SwitchControl(switching, settings, metrics.switches, lambda: metrics.num_active)
+    store = None
+    if settings.responses_store:
+        store = ResponseStore(settings.responses_store_size, settings.responses_store_ttl)
     return ServingContext(
         engine=engine,
         switching=switching,
@@ -98,6 +103,7 @@ def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool)
         encoder=encoder,
         models=models,
         switcher=switcher,
+        responses=store,
         created=int(time.time()),
         drain=Drain(),
     )
@@ -115,6 +121,8 @@ def _lifespan(
             context.switcher.idle.start()
         yield
         dashboard.close()
+        if context.responses is not None:
+            await end_background(context.responses)
         context.bodies.close()
         context.encoder.close()
         if context.switcher is not None:
@@ -130,6 +138,7 @@ def _add_routes(app: FastAPI, context: ServingContext, dashboard: DashboardFeed)
         chat_router,
         completions_router,
         responses_router,
+        stored_responses_router,
         messages_router,
         pooling_router,
         tokens_router,

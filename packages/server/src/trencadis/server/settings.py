@@ -198,14 +198,14 @@ class ServerSettings:
         boolean(),
         "--enable-force-include-usage",
         group=SERVER,
-        help="every event of a stream of chat or completions has token counts, asked for or not",
+        help="every event of a stream has token counts",
     )
     return_tokens_as_token_ids: bool = setting_field(
         False,
         boolean(),
         "--return-tokens-as-token-ids",
         group=SERVER,
-        help="log-probabilities write tokens as token_id:N, unless a request wants texts",
+        help="log-probabilities write tokens as token_id:N",
     )
     enable_tokenizer_info_endpoint: bool = setting_field(
         False,
@@ -219,7 +219,7 @@ class ServerSettings:
         boolean(),
         "--enable-request-id-headers",
         group=SERVER,
-        help="every response has X-Request-Id, also of probes",
+        help="also probes have X-Request-Id",
     )
     default_chat_template_kwargs: Mapping[str, Any] = attrs.field(
         factory=dict,
@@ -229,10 +229,28 @@ class ServerSettings:
             metavar="JSON",
             group=CHAT,
             parse=parse_json_object,
-            help="arguments of the chat template that requests need not send, as in "
-            "'{\"enable_thinking\": false}'",
+            help="default arguments of the chat template, as in '{\"enable_thinking\": false}'",
             default="none",
         ),
+    )
+    responses_store: bool = setting_field(
+        False,
+        boolean(),
+        env="VLLM_ENABLE_RESPONSES_API_STORE",
+        parse=parse_flag,
+        help="whether /v1/responses stores responses",
+    )
+    responses_store_size: int = setting_field(
+        64 * MIB,
+        integer(1024, 1 << 40),
+        "--responses-store-size",
+        metavar="SIZE",
+        group=SERVER,
+        parse=parse_size,
+        help="most bytes of stored responses",
+    )
+    responses_store_ttl: float = setting_field(
+        86_400.0, _seconds, help="seconds that a response is stored"
     )
     prefix_cache_per_key: bool = setting_field(
         False,

@@ -1,6 +1,7 @@
 """The load of the engine in a header of its responses, by which a proxy chooses a server (ORCA).
 
-Names and forms are vLLM's; ORCA is https://github.com/envoyproxy/envoy/issues/6614.
+Names and forms are vLLM's. The report is that of https://github.com/cncf/xds,
+xds/data/orca/v3/orca_load_report.proto.
 """
 
 from __future__ import annotations
