@@ -234,9 +234,28 @@ async def test_a_long_prompt_is_cut(official, engine):
     assert bytes(engine.requests[-1][0]) == b"b" * 239 + b"[assistant]"
 
 
-async def test_top_k_of_a_response(official, engine):
-    await official.responses.create(model="stand-in", input="a", extra_body={"top_k": 3})
-    assert engine.requests[0][1].top_k == 3
+async def test_a_response_takes_the_sampling_parameters_of_chat(official, engine):
+    fields = {
+        **{"top_k": 3, "min_p": 0.25, "seed": 42, "repetition_penalty": 1.5, "stop": ["zz"]},
+        **{"presence_penalty": 0.5, "frequency_penalty": -0.5, "stop_token_ids": [7]},
+        **{"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False},
+    }
+    extra = {**fields, "logit_bias": {"65": -100}}
+    await official.responses.create(model="stand-in", input="a", extra_body=extra)
+    params = engine.requests[0][1]
+    for name, value in fields.items():
+        arrived = getattr(params, name)
+        assert (list(arrived) if isinstance(arrived, tuple) else arrived) == value, name
+    assert params.logit_bias == {65: -100.0}
+    await official.responses.create(
+        model="stand-in", input="a", extra_body={"structured_outputs": {"regex": "a+"}}
+    )
+    assert engine.requests[1][1].structured_output.regex == "a+"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        await official.responses.create(
+            model="stand-in", input="a", extra_body={"repetition_penalty": 0}
+        )
+    assert wrong.value.param == "repetition_penalty"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -202,18 +202,10 @@ class RequestBody(BaseModel):
         return cast(RequestFields, fields)
 
 
-class GenerationRequest(RequestBody):
-    """The fields that completions and chat completions share.
+class SamplingFields(RequestBody):
+    """The fields of the Responses API, completions and chat completions that shape an answer."""
 
-    The fields of `SamplingParams` have its names, ranges and descriptions. Null means its default.
-    """
-
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     priority: Priority | None = None
-    request_id: RequestId | None = None
-    # sampling parameters
-    n: int | None = _parameter("n")
     temperature: float | None = _parameter("temperature")
     top_p: float | None = _parameter("top_p")
     top_k: int | None = _parameter("top_k")
@@ -225,15 +217,32 @@ class GenerationRequest(RequestBody):
     logit_bias: Annotated[
         dict[int, float] | None, PlainValidator(_logit_bias, dict[str, float] | None)
     ] = _parameter("logit_bias")
-    max_tokens: int | None = _parameter("max_tokens")
-    min_tokens: int | None = _parameter("min_tokens")
-    prompt_logprobs: int | None = _parameter("prompt_logprobs")
     stop: Annotated[Listed[Text] | None, BeforeValidator(_as_list, str | list[str] | None)] = (
         _parameter("stop")
     )
     stop_token_ids: (
         Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None
     ) = _parameter("stop_token_ids")
+    ignore_eos: bool | None = _parameter("ignore_eos")
+    include_stop_str_in_output: bool | None = _parameter("include_stop_str_in_output")
+    skip_special_tokens: bool | None = _parameter("skip_special_tokens")
+    structured_outputs: StructuredOutputs | None = None
+
+
+class GenerationRequest(SamplingFields):
+    """The fields that completions and chat completions share.
+
+    The fields of `SamplingParams` have its names, ranges and descriptions. Null means its default.
+    """
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: RequestId | None = None
+    # sampling parameters
+    n: int | None = _parameter("n")
+    max_tokens: int | None = _parameter("max_tokens")
+    min_tokens: int | None = _parameter("min_tokens")
+    prompt_logprobs: int | None = _parameter("prompt_logprobs")
     allowed_token_ids: (
         Annotated[list[int], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
     ) = _parameter("allowed_token_ids")
@@ -243,9 +252,6 @@ class GenerationRequest(RequestBody):
     bad_words: Annotated[list[Text], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = (
         _parameter("bad_words")
     )
-    ignore_eos: bool | None = _parameter("ignore_eos")
-    include_stop_str_in_output: bool | None = _parameter("include_stop_str_in_output")
-    skip_special_tokens: bool | None = _parameter("skip_special_tokens")
     use_beam_search: bool | None = _parameter("use_beam_search")
     length_penalty: float | None = _parameter("length_penalty")
     early_stopping: SkipValidation[bool | Literal["never"] | None] = _parameter("early_stopping")
@@ -273,7 +279,6 @@ class GenerationRequest(RequestBody):
     )
     # the form of the answers
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: Listed[str] | None = None

@@ -31,7 +31,7 @@ from trencadis.server.api.protocol import (
     MAX_MESSAGES,
     ChatCompletionRequest,
     ReasoningEffort,
-    RequestBody,
+    SamplingFields,
     ServiceTier,
     TemplateArguments,
 )
@@ -236,7 +236,7 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 unencrypted."""
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(SamplingFields):
     """``POST /v1/responses``. ``store`` and what needs it: where the server stores responses."""
 
     input: Annotated[
@@ -246,9 +246,6 @@ class ResponsesRequest(RequestBody):
     ]
     instructions: Text | None = None
     max_output_tokens: int | None = derived_field(_PARAMETERS["max_tokens"], None)
-    temperature: float | None = derived_field(_PARAMETERS["temperature"], None)
-    top_p: float | None = derived_field(_PARAMETERS["top_p"], None)
-    top_k: int | None = derived_field(_PARAMETERS["top_k"], None)
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[
         ToolChoice | None, PlainValidator(_tool_choice, str | dict[str, Any] | None)
@@ -262,6 +259,7 @@ class ResponsesRequest(RequestBody):
     stream: bool | None = None
     metadata: dict[Text, Text] | None = None
     service_tier: ServiceTier | None = None
+    include_reasoning: bool | None = None
     store: bool | None = None
     previous_response_id: Text | None = None
     background: bool | None = None
@@ -318,12 +316,8 @@ class ResponsesRequest(RequestBody):
         """This request as a chat request. Raises `InvalidRequest`."""
         text_format = self.text.format if self.text else None
         return chat_request(
-            model=self.model,
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
             logprobs=self.has_logprobs or None,
             top_logprobs=self.top_logprobs,
             tools=None if self.tools is None else [tool.for_chat() for tool in self.tools],
@@ -333,7 +327,8 @@ class ResponsesRequest(RequestBody):
             stream=self.stream,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             chat_template_kwargs=self.chat_template_kwargs,
-            **self.engine_fields,
+            include_reasoning=self.include_reasoning,
+            **{name: getattr(self, name) for name in SamplingFields.model_fields},
         )
 
     def _messages(self) -> list[ChatMessage]:
