@@ -347,7 +347,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"harmony", "json_text"},
         {"tool_parser"},
         {"forced_calls", "reasoning_parsers", "tool_parsers"},
-        {"answer_parser", "registry"},
+        {"answer_parser", "registry", "structural_tags"},
         {"selection"},
     ],
     "server.routes": [
