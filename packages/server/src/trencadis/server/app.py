@@ -195,7 +195,7 @@ def _add_middleware(app: FastAPI, context: ServingContext, keys: ApiKeys) -> Non
     app.add_middleware(AdminAudit, is_admin=is_admin)
     if settings.allowed_hosts:
         app.add_middleware(AllowedHosts, hosts=settings.allowed_hosts)
-    if settings.enable_request_id_headers:
-        app.add_middleware(RequestIdHeader)
     if settings.admin_port is not None:
         app.add_middleware(AdminListener, port=settings.admin_port, is_admin=is_admin)
+    if settings.enable_request_id_headers:
+        app.add_middleware(RequestIdHeader)
