@@ -300,7 +300,7 @@ class EngineHistogram:
 ENGINE_HISTOGRAMS = (
     EngineHistogram(
         "vllm:iteration_tokens_total",
-        "Tokens of a step: generated ones, and those of prompts whose computation it ended.",
+        "Tokens of a step: generated, and of prompts that it ends.",
         STEP_TOKENS,
         lambda s: (
             s.num_steps_by_tokens,
