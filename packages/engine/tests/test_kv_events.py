@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import zmq
 
 from trencadis.engine import ConfigError, EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.core.config_payload import config_payload
-from trencadis.engine.core.kv_events import END, KVEventPublisher
+from trencadis.engine.core.kv_events import END, KVEventPublisher, kv_events
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.settings.kv_events_config import KVEventsConfig
-from trencadis.kvcache import BlockManager, CacheConfig
+from trencadis.kvcache import BlockKey, BlockManager, CacheConfig, CacheEvents
+from trencadis.kvcache.prefix_cache import encode_extra_keys
 
 WAIT_S = 60.0
 BLOCK = 8
@@ -268,6 +270,39 @@ def test_nothing_is_published_while_the_queue_is_full(
         wait_until_known(subscriber, core)
     finally:
         core.close()
+
+
+OF_VLLM = bytes.fromhex(
+    "93cb3ff80000000000009481a474797065b0416c6c426c6f636b73436c656172656483a474797065ac426c6f63"
+    "6b52656d6f766564ac626c6f636b5f6861736865739207cf8000000000000005a66d656469756da347505589a4"
+    "74797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739201cf8000000000000005b170617265"
+    "6e745f626c6f636b5f68617368c0a9746f6b656e5f69647394ce00011170020304aa626c6f636b5f73697a6502"
+    "a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b6579739292a4"
+    "73616c7401c088a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739109b1706172656e"
+    "745f626c6f636b5f6861736801a9746f6b656e5f696473920506aa626c6f636b5f73697a6502a76c6f72615f69"
+    "64c0a66d656469756da3475055a96c6f72615f6e616d65c000"
+)
+"""What ``KVEventBatch`` of vLLM 0.32 (``vllm/distributed/kv_events.py``) is encoded as by msgspec:
+at 1.5 s, of rank 0, all cleared; blocks 7 and 2**63 + 5 removed; blocks 1 and 2**63 + 5 stored, of
+two tokens each, 70000, 2, 3, 4, with extra keys ("salt", 1); block 9 after block 1, tokens 5, 6."""
+
+
+def test_messages_are_those_of_vllm() -> None:
+    def key(number: int, tokens: list[int], parent: BlockKey | None, *extra: Any) -> BlockKey:
+        encoded = encode_extra_keys(extra)
+        digest = bytes(24) + number.to_bytes(8, "big")
+        return BlockKey(digest, array("i", tokens).tobytes(), parent, encoded)
+
+    gone = [key(7, [], None), key((1 << 63) + 5, [], None)]
+    first = key(1, [70_000, 2], None, "salt", 1)
+    second = key((1 << 63) + 5, [3, 4], first, "salt", 1)
+    other = key(9, [5, 6], first, "salt", 1)
+    events = CacheEvents(
+        cleared=True,
+        removed=tuple(each.digest for each in gone),
+        stored=(first, second, other),
+    )
+    assert msgspec.msgpack.encode([1.5, list(kv_events(events, 2)), 0]) == OF_VLLM
 
 
 def filled(prompts: int) -> BlockManager:
