@@ -168,7 +168,8 @@ CHAT = [
     ({"include_reasoning": 1}, "include_reasoning"),
     ({"functions": [{}]}, "functions"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
-    ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    ({"response_format": {"type": "tags"}}, "response_format.type"),
     ({"response_format": "json"}, "response_format"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {}}},
