@@ -6,6 +6,8 @@ and went between two calls. So what is kept until the next call is bounded by th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import attrs
 
 from trencadis.kvcache.block_key import BlockKey
@@ -16,7 +18,8 @@ class CacheEvents:
     """The changes since the last ones.
 
     In this order: ``cleared``, whether all content was dropped; ``removed``, the digests of content
-    that is no longer cached; ``stored``, the keys of what now is, usually after their parents.
+    that is no longer cached; ``stored``, the keys of what now is, each after its parent if that is
+    among them.
     """
 
     cleared: bool
@@ -59,8 +62,20 @@ class CacheRecorder:
 
     def take(self) -> CacheEvents:
         """What was noted since the last call."""
-        events = CacheEvents(self._cleared, tuple(self._removed), tuple(self._stored.values()))
+        events = CacheEvents(self._cleared, tuple(self._removed), tuple(self._after_parents()))
         self._cleared = False
         self._removed.clear()
         self._stored.clear()
         return events
+
+    def _after_parents(self) -> Iterator[BlockKey]:
+        """What is stored, in the order in which it came but for parents that came later."""
+        told: set[bytes] = set()
+        for stored in self._stored.values():
+            chain: list[BlockKey] = []
+            key: BlockKey | None = stored
+            while key is not None and key.digest in self._stored and key.digest not in told:
+                chain.append(key)
+                told.add(key.digest)
+                key = key.parent
+            yield from reversed(chain)

@@ -10,6 +10,7 @@ import functools
 import logging
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
@@ -93,19 +94,23 @@ class EngineCore:
         self.executor.on_cold = lambda shape: self.on_busy(
             f"the engine core compiles {shape}", BUSY_SECONDS
         )
+        self._close_events: Callable[[], object] = lambda: None
         self._totals: dict[str, EngineStats] = {}
         """The totals of each model, up to when what counts them last began again at 0."""
         self._counted_before = EngineStats()
         """What the present counters said then: those of a model in the stash are not 0."""
         events = KVEventsConfig.of(config.kv_events_config)
         self._kv_events = KVEventPublisher(events) if events.publishes else None
+        if self._kv_events is not None:
+            # Also of an engine that is dropped without an end: the address stays in use otherwise.
+            self._close_events = weakref.finalize(self, self._kv_events.close)
         try:
             self.executor.load(config)
             self._serve(self.executor.plan_memory())
+            self._thermal.start()
         except BaseException:
             self._close_events()
             raise
-        self._thermal.start()
 
     def _serve(self, facts: ModelFacts) -> None:
         """Build everything that depends on the model or its cache; nothing of it exists yet."""
@@ -138,8 +143,9 @@ class EngineCore:
             governor=swap_governor(config, facts.block_bytes),
         )
         if self._kv_events is not None:
-            self.blocks.reset_prefix_cache()  # which tells that what another cache had is gone
-            self._publish_events(self._kv_events)
+            # That what another cache had is gone. It is told with the first step: by then a
+            # subscriber of an earlier core has connected again.
+            self.blocks.reset_prefix_cache()
         self._defragmenter = None
         if facts.read is DecodeRead.PREFIX:  # only a prefix gets shorter when blocks move down
             shared = facts.num_shared_blocks
@@ -459,14 +465,10 @@ class EngineCore:
         """Stop the threads of temperatures and grammars, and write what was recorded."""
         self._grammars.close()
         self._thermal.stop()
-        self._close_events()
         self.executor.close()
+        self._close_events()
 
     def _publish_events(self, publisher: KVEventPublisher) -> None:
         """Tell what the prefix cache got and lost; later, where too much waits to be told."""
         if publisher.has_space and (events := self.blocks.take_events()):
             publisher.publish(events, self.blocks.config.block_size)
-
-    def _close_events(self) -> None:
-        if self._kv_events is not None:
-            self._kv_events.close()

@@ -4,6 +4,7 @@ The format is vLLM's (``vllm/distributed/kv_events.py``, 0.32): ZeroMQ messages 
 number (8 bytes, big-endian) and a msgpack array ``[seconds since 1970, events, rank]``. An event is
 a map whose ``type`` is the name of its class. A subscriber that has missed messages sends the first
 number that it wants to the replay endpoint, and gets those that are kept, then the number -1.
+Numbers begin at the time of the start: a subscriber that has seen an earlier core has missed some.
 """
 
 from __future__ import annotations
@@ -33,8 +34,14 @@ MEDIUM = "GPU"
 POLL_SECONDS = 0.05
 """How long a request for a replay may wait."""
 
-STOP_SECONDS = 5.0
-"""How long `KVEventPublisher.close` waits for what was published last."""
+STOP_SECONDS = 1.0
+"""How long `KVEventPublisher.close` waits for what was published last, as in vLLM."""
+
+REPLAY_SECONDS = 1.0
+"""Between two replays: each may be long, and takes time of the core's interpreter."""
+
+MAX_REQUEST_BYTES = 1024
+"""Of what a peer sends. ZeroMQ closes the connection of one that sends more."""
 
 END = (-1).to_bytes(8, "big", signed=True)
 """The number after the last message of a replay."""
@@ -120,8 +127,11 @@ class _Batch:
     block_size: int
 
 
+_NOTHING = _Batch(0.0, CacheEvents(cleared=False, removed=(), stored=()), 0)
+
+
 class KVEventPublisher:
-    """Publishes events from a thread of its own, so that a slow subscriber costs the core nothing.
+    """Publishes events from a thread of its own: the core waits for no subscriber.
 
     Raises `ConfigError` for an endpoint that cannot be used.
     """
@@ -130,7 +140,9 @@ class KVEventPublisher:
         self._config = config
         self._topic = config.topic.encode()
         self._queue: queue.Queue[_Batch | None] = queue.Queue(config.max_queue_size)
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        most_kept = 0 if config.replay_endpoint is None else config.buffer_steps
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=most_kept)
+        self._next_replay_s = 0.0
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         try:
@@ -138,10 +150,12 @@ class KVEventPublisher:
             self._replayed = None
             if config.replay_endpoint is not None:
                 # A whole replay is sent at once: its reader may be slower than this thread.
-                most = 2 * config.buffer_steps + 2
+                most = config.buffer_steps + 2
                 self._replayed = self._socket(zmq.ROUTER, config.replay_endpoint, most)
-        except zmq.ZMQError as error:
+        except BaseException as error:
             self._context.destroy(linger=0)
+            if not isinstance(error, zmq.ZMQError):
+                raise
             raise ConfigError(
                 f"kv_events_config: {config.endpoint} or {config.replay_endpoint} cannot be used "
                 f"({error}): name free ports of this host, as tcp://127.0.0.1:5557",
@@ -167,12 +181,14 @@ class KVEventPublisher:
         except queue.Full:
             logger.warning("KV events are not told: the queue is full")
         self._thread.join(STOP_SECONDS)
-        self._context.destroy(linger=0)
+        if not self._thread.is_alive():  # it uses the sockets
+            self._context.destroy(linger=int(1000 * STOP_SECONDS))
 
     def _socket(self, kind: int, endpoint: str, most_messages: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(most_messages)
-        socket.linger = int(1000 * STOP_SECONDS)
+        socket.maxmsgsize = MAX_REQUEST_BYTES
+        socket.ipv6 = "[" in endpoint
         if kind == zmq.ROUTER or _is_bound(endpoint):
             socket.bind(endpoint)
         else:
@@ -180,30 +196,32 @@ class KVEventPublisher:
         return socket
 
     def _run(self) -> None:
-        encoder, numbers = msgspec.msgpack.Encoder(), count()
+        encoder, numbers = msgspec.msgpack.Encoder(), count(time.time_ns())
         while True:
             try:
                 batch = self._queue.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                self._replay_if_asked()
-                continue
+                batch = _NOTHING
             if batch is None:
                 break
             try:
-                events = list(kv_events(batch.events, batch.block_size))
-                content = encoder.encode([batch.at_s, events, 0])
-                number = next(numbers).to_bytes(8, "big")
-                self._published.send_multipart((self._topic, number, content))
-                self._kept.append((number, content))
+                if batch is not _NOTHING:
+                    events = list(kv_events(batch.events, batch.block_size))
+                    content = encoder.encode([batch.at_s, events, 0])
+                    number = next(numbers).to_bytes(8, "big")
+                    self._published.send_multipart((self._topic, number, content))
+                    self._kept.append((number, content))
                 self._replay_if_asked()
             except Exception:
                 logger.exception("KV events could not be published")
-        self._published.close()
 
     def _replay_if_asked(self) -> None:
-        """Answer one request for a replay."""
-        if self._replayed is None or not self._replayed.poll(0):
+        """Answer one request for a replay, unless the last one was a moment ago."""
+        if self._replayed is None or time.monotonic() < self._next_replay_s:
             return
+        if not self._replayed.poll(0):
+            return
+        self._next_replay_s = time.monotonic() + REPLAY_SECONDS
         subscriber, *_, first = self._replayed.recv_multipart()
         if len(first) != len(END):
             logger.warning("A request for KV events has %d bytes, not 8: ignored", len(first))
@@ -217,4 +235,4 @@ class KVEventPublisher:
 def _is_bound(endpoint: str) -> bool:
     """Whether an address is of this host. As vLLM's rule, which has no loopback address."""
     own = ("*", "::", "//127.", "//localhost", "//0.0.0.0")
-    return endpoint.startswith(("ipc:", "inproc:")) or any(part in endpoint for part in own)
+    return endpoint.startswith("ipc:") or any(part in endpoint for part in own)

@@ -68,7 +68,8 @@ class ServedEngine:
     def core(self) -> EngineCore:
         """The engine, started by its first use."""
         if self._core is None:
-            changes = {"warmup": "none", "on_bucket_miss": "auto", **self._changes}
+            changes: dict[str, Any] = {"warmup": "none", "on_bucket_miss": "auto"}
+            changes |= {"kv_events_config": {}, **self._changes}
             config = attrs.evolve(self.config, device=self.device, **changes)
             self._executor = InProcessExecutor(config, records=False)
             core = EngineCore(config, self._executor)

@@ -8,9 +8,21 @@ from typing import Any
 import attrs
 
 from trencadis.engine.errors import ConfigError, shown
-from trencadis.engine.validators import boolean, integer, one_of, text
+from trencadis.engine.validators import Validator, boolean, integer, is_text, one_of, text
 
 _MOST = (1 << 31) - 1
+_MOST_KEPT = 1 << 20
+
+
+def _is_endpoint(value: Any) -> bool:
+    return is_text(value) and value.startswith(("tcp://", "ipc://")) and not value.endswith(":0")
+
+
+_ENDPOINT = Validator(
+    "an address of ZeroMQ",
+    _is_endpoint,
+    remedy="give tcp://HOST:PORT, tcp://*:PORT or ipc://PATH",
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -18,8 +30,8 @@ class KVEventsConfig:
     """Whether and where the core publishes what its prefix cache gets and loses.
 
     - ``endpoint``: where subscribers connect. An address with ``*``, ``::`` or this host's loopback
-      address, ``ipc:`` and ``inproc:`` are bound; to any other one the core connects. Loopback by
-      default, where vLLM's is every interface: events carry the token ids of prompts in clear.
+      address, and ``ipc:``, is bound; to any other one the core connects. Loopback by default,
+      where vLLM's is every interface: events carry token ids and salts of prompts in clear.
     - ``replay_endpoint``: where a subscriber asks for the last ``buffer_steps`` batches; bound.
     - ``hwm``: batches that ZeroMQ keeps for a slow subscriber, which then misses some.
     - ``max_queue_size``: batches that wait to be encoded; above it events are told later, together.
@@ -28,9 +40,11 @@ class KVEventsConfig:
 
     enable_kv_cache_events: bool = attrs.field(default=False, validator=boolean())
     publisher: str = attrs.field(default="zmq", validator=one_of(("zmq", "null")))
-    endpoint: str = attrs.field(default="tcp://127.0.0.1:5557", validator=text())
-    replay_endpoint: str | None = attrs.field(default=None, validator=text(optional=True))
-    buffer_steps: int = attrs.field(default=10_000, validator=integer(0, _MOST))
+    endpoint: str = attrs.field(default="tcp://127.0.0.1:5557", validator=_ENDPOINT)
+    replay_endpoint: str | None = attrs.field(
+        default=None, validator=attrs.evolve(_ENDPOINT, optional=True)
+    )
+    buffer_steps: int = attrs.field(default=10_000, validator=integer(0, _MOST_KEPT))
     hwm: int = attrs.field(default=100_000, validator=integer(1, _MOST))
     max_queue_size: int = attrs.field(default=100_000, validator=integer(1, _MOST))
     topic: str = attrs.field(default="", validator=text())
