@@ -739,7 +739,7 @@ def test_a_model_too_large_for_a_gaudi_leaves_no_byte_and_the_previous_one_serve
     stash_bytes: int,
 ) -> None:
     monkeypatch.setattr(reconfigure.logger, "disabled", True)  # as above
-    large = make_tiny_model(tmp_path, hidden_size=192, intermediate_size=768)
+    large = make_tiny_model(tmp_path, hidden_size=256, intermediate_size=1024)
     config = attrs.evolve(first, device="hpu", num_blocks=20, swap_space=0.0)
     memory = lazy_gaudi.memory
     of_others = memory.in_use
