@@ -160,12 +160,6 @@ def _api_key(headers: Headers) -> tuple[str, str]:
     return _bearer_token(headers)
 
 
-def key_digest(headers: Headers) -> str:
-    """What tells the API key of a request from others, "" without one; it does not tell the key."""
-    key = _api_key(headers)[1]
-    return digest(key).hex() if key else ""
-
-
 def key_salt(headers: Headers, salt: str | None) -> str:
     """The salt of a request whose cached prefixes are for its API key alone.
 
