@@ -112,6 +112,18 @@ async def test_a_conversation_goes_on_from_any_of_its_responses(official, engine
 
 
 @pytest.mark.asyncio
+async def test_a_conversation_is_stored_without_log_probabilities(official, monkeypatch):
+    """They are much longer than its texts."""
+    kept = []
+    put = ResponseStore.put
+    monkeypatch.setattr(ResponseStore, "put", lambda *args: kept.append(args[1]) or put(*args))
+    response = await create(official, include=["message.output_text.logprobs"], top_logprobs=2)
+    assert response.output[0].content[0].logprobs
+    assert b"logprob" in kept[0].content and b"logprob" not in kept[0].conversation
+    await create(official, previous_response_id=response.id)
+
+
+@pytest.mark.asyncio
 async def test_a_conversation_has_an_end(official, monkeypatch):
     monkeypatch.setattr("trencadis.server.api.responses.MAX_MESSAGES", 3)
     first = await create(official)
@@ -226,6 +238,27 @@ async def test_a_key_has_few_in_the_background(serving, engine, tmp_path):
 
 
 @pytest.mark.asyncio
+async def test_a_key_without_a_place_ends_what_it_has(serving, engine, tmp_path, soon):
+    keys = tmp_path / "keys"
+    keys.write_text("one a-secret\n")
+    keys.chmod(0o600)
+    engine.delay = 3600
+    settings = {"api_key_file": str(keys), "max_requests_per_key": 1}
+    async with (
+        serving(responses_store=True, **settings) as url,
+        client_of(url, "a-secret") as client,
+    ):
+        queued = await create(client, background=True)
+        synchronous = asyncio.create_task(create(client))
+        await soon(lambda: len(engine.running) == 2)
+        with pytest.raises(openai.RateLimitError):
+            await create(client)
+        assert (await client.responses.cancel(queued.id)).status == "cancelled"
+        synchronous.cancel()
+        await soon(lambda: not engine.running)
+
+
+@pytest.mark.asyncio
 async def test_the_end_of_the_server_ends_them(serving, engine, soon):
     engine.delay = 3600
     async with serving(responses_store=True) as url, client_of(url) as client:
@@ -243,8 +276,11 @@ async def test_a_response_in_the_background_takes_no_longer_than_it_would_be_sto
         serving(responses_store=True, responses_store_ttl=0.2) as url,
         client_of(url) as client,
     ):
-        await create(client, background=True)
+        queued = await create(client, background=True)
         await soon(lambda: engine.requests and not engine.running)
+        response = await client.responses.retrieve(queued.id)
+    assert (response.status, response.error.code) == ("failed", "response_timeout")
+    assert "0.2 s" in response.error.message
 
 
 # one name, many requests

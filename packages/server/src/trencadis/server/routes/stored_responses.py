@@ -60,7 +60,9 @@ class Keeping:
 
     def stored(self, response: ResponseObject) -> StoredResponse:
         """What is stored of a response with its present status."""
-        items = [item.model_dump() for item in response.output]
+        # without log-probabilities, which are much longer than the texts
+        dumped = {"content": {"__all__": {"logprobs"}}}
+        items = [item.model_dump(exclude=dumped) for item in response.output]
         output = json.dumps(items, separators=(",", ":")).encode()
         joint = b"," if len(self.conversation) > 2 and len(output) > 2 else b""
         conversation = self.conversation[:-1] + joint + output[1:]
@@ -224,7 +226,15 @@ async def _run(
         keep(head.model_copy(update={"status": "cancelled"}))
         raise
     except Exception as error:
+        limit_s = context.settings.responses_store_ttl
         api_error = as_api_error(error)
+        if isinstance(error, asyncio.TimeoutError):
+            api_error = ApiError(
+                504,
+                f"the response was not ready after {limit_s:g} s, as long as it would be stored "
+                "(responses_store_ttl)",
+                code="response_timeout",
+            )
         if api_error.code == "internal_error":
             logger.error("The response %s in the background failed", head.id, exc_info=error)
         failure = ResponseError(code=api_error.code or "server_error", message=api_error.message)
