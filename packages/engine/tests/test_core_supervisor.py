@@ -180,6 +180,7 @@ def test_a_core_that_hangs_while_it_is_busy_is_seen_and_unhealthy_in_the_end() -
         first = supervisor.stats
         assert first.core_silence_limit_s == 40.0
         assert (first.num_total_blocks, first.block_size) == (8, 8)
+        assert first.max_model_len == READY.max_model_len > 0
         assert (first.max_running_seqs, first.num_steps) == (config.max_num_seqs, 0)
         reading = asyncio.create_task(supervisor.run(ignore, lambda _: None))
         while supervisor.busy is None:  # noqa: ASYNC110 - it is not an event

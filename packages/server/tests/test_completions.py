@@ -90,6 +90,15 @@ async def test_an_echoed_prompt_has_log_probabilities(client, stream):
     assert found[3]["token_logprobs"] == [None, -9999.0]
 
 
+@pytest.mark.parametrize("more", [{}, {"logprob_token_ids": [65, 66, 67]}])
+async def test_an_echo_has_as_many_log_probabilities_as_were_asked_for(client, more):
+    """Also where `prompt_logprobs` asks for more in its own field."""
+    fields = {"prompt": "ab", "echo": True, "logprobs": 1, "prompt_logprobs": 20, "max_tokens": 1}
+    (choice,) = (await complete(client, **fields, **more)).json()["choices"]
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:3]] == [2, 2]
+    assert len(choice["prompt_logprobs"][1]) == 21
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_tokens_after_an_echo(client, engine, stream):
     fields = {"prompt": "abc", "echo": True, "logprobs": 0, "max_tokens": 0}

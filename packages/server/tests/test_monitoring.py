@@ -19,7 +19,8 @@ from trencadis.engine import (
 )
 from trencadis.engine.api.outputs import plus_totals
 from trencadis.server import ServerSettings, __version__, create_app
-from trencadis.server.metrics.metric_tables import ENGINE_HISTOGRAMS, ENGINE_METRICS
+from trencadis.server.metrics import serving_metrics
+from trencadis.server.metrics.metric_tables import ENGINE_HISTOGRAMS, ENGINE_METRICS, EngineMetric
 from trencadis.server.metrics.serving_metrics import RequestTimeline, ServingMetrics
 
 pytestmark = pytest.mark.asyncio
@@ -195,6 +196,21 @@ async def test_every_statistic_has_a_metric(engine):
         metric.labels(Recorder(stats))
     read |= {"num_used_blocks", "num_total_blocks"} if "cache_usage" in read else set()
     assert read - {"cache_usage"} == set(attrs.fields_dict(EngineStats))
+
+
+async def test_a_series_without_a_value_leaves_out_itself_alone(client, monkeypatch):
+    rows = [
+        EngineMetric("gauge", "test:seconds", "About.", read, labels)
+        for read, labels in (
+            (lambda s: None, lambda s: {"finished_reason": "none"}),
+            (lambda s: 7, lambda s: {"finished_reason": "seven"}),
+        )
+    ]
+    monkeypatch.setattr(serving_metrics, "ENGINE_METRICS", rows)
+    found = await samples(client)
+    assert {key: found[key] for key in found if key[0] == "test:seconds"} == {
+        ("test:seconds", "seven"): 7
+    }
 
 
 async def test_every_counter_is_a_total_and_every_total_a_counter(client, engine):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import attrs
+import httpx
 import openai
 import pytest
 import pytest_asyncio
 
-from trencadis.server.generation.response_store import LEAST_BYTES, ResponseStore, StoredResponse
+from trencadis.server import ServerSettings, create_app
+from trencadis.server.generation.response_store import (
+    END_BYTES,
+    LEAST_BYTES,
+    ResponseStore,
+    Run,
+    StoredResponse,
+)
 from trencadis.server.routes import stored_responses
 
 NOT_FOUND = r"Response with id .* not found\."
@@ -100,6 +109,18 @@ async def test_a_conversation_goes_on_from_any_of_its_responses(official, engine
     with pytest.raises(openai.NotFoundError, match=NOT_FOUND) as missing:
         await create(official, previous_response_id="resp_other")
     assert missing.value.code == "response_not_found"
+
+
+@pytest.mark.asyncio
+async def test_a_conversation_is_stored_without_log_probabilities(official, monkeypatch):
+    """They are much longer than its texts."""
+    kept = []
+    put = ResponseStore.put
+    monkeypatch.setattr(ResponseStore, "put", lambda *args: kept.append(args[1]) or put(*args))
+    response = await create(official, include=["message.output_text.logprobs"], top_logprobs=2)
+    assert response.output[0].content[0].logprobs
+    assert b"logprob" in kept[0].content and b"logprob" not in kept[0].conversation
+    await create(official, previous_response_id=response.id)
 
 
 @pytest.mark.asyncio
@@ -217,6 +238,27 @@ async def test_a_key_has_few_in_the_background(serving, engine, tmp_path):
 
 
 @pytest.mark.asyncio
+async def test_a_key_without_a_place_ends_what_it_has(serving, engine, tmp_path, soon):
+    keys = tmp_path / "keys"
+    keys.write_text("one a-secret\n")
+    keys.chmod(0o600)
+    engine.delay = 3600
+    settings = {"api_key_file": str(keys), "max_requests_per_key": 1}
+    async with (
+        serving(responses_store=True, **settings) as url,
+        client_of(url, "a-secret") as client,
+    ):
+        queued = await create(client, background=True)
+        synchronous = asyncio.create_task(create(client))
+        await soon(lambda: len(engine.running) == 2)
+        with pytest.raises(openai.RateLimitError):
+            await create(client)
+        assert (await client.responses.cancel(queued.id)).status == "cancelled"
+        synchronous.cancel()
+        await soon(lambda: not engine.running)
+
+
+@pytest.mark.asyncio
 async def test_the_end_of_the_server_ends_them(serving, engine, soon):
     engine.delay = 3600
     async with serving(responses_store=True) as url, client_of(url) as client:
@@ -234,8 +276,181 @@ async def test_a_response_in_the_background_takes_no_longer_than_it_would_be_sto
         serving(responses_store=True, responses_store_ttl=0.2) as url,
         client_of(url) as client,
     ):
-        await create(client, background=True)
+        queued = await create(client, background=True)
         await soon(lambda: engine.requests and not engine.running)
+        response = await client.responses.retrieve(queued.id)
+    assert (response.status, response.error.code) == ("failed", "response_timeout")
+    assert "0.2 s" in response.error.message
+
+
+# one name, many requests
+
+
+def named(name):
+    return {"extra_headers": {"X-Request-Id": name}}
+
+
+@pytest.mark.asyncio
+async def test_a_name_in_progress_is_not_used_again(official, engine, soon):
+    """Else runs would go on that no limit counts and no client can cancel."""
+    engine.delay = 3600
+    first = await create(official, background=True, **named("x"))
+    for _ in range(3):
+        with pytest.raises(openai.ConflictError, match="is still made") as used:
+            await create(official, background=True, **named("x"))
+        assert used.value.code == "response_in_progress"
+    await soon(lambda: engine.running)
+    assert len(engine.running) == 1
+    await official.responses.cancel(first.id)
+    await soon(lambda: not engine.running)
+    engine.delay = 0.0
+    again = await create(official, background=True, **named("x"))
+    assert again.id == first.id
+    assert (await ended(official, again, soon)).status == "completed"
+
+
+@pytest.mark.asyncio
+async def test_a_synchronous_response_does_not_replace_one_that_is_made(official, engine, soon):
+    engine.delay = 3600
+    queued = await create(official, background=True, **named("x"))
+    await soon(lambda: engine.running)
+    engine.delay = 0.0
+    synchronous = await create(official, **named("x"))
+    assert (synchronous.id, synchronous.store) == (queued.id, False)
+    assert (await official.responses.retrieve(queued.id)).status == "in_progress"
+    await official.responses.cancel(queued.id)
+    await soon(lambda: not engine.running)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_stored_response_has_an_id_that_a_path_may_have(official, soon, background):
+    for name, is_kept in (("a-b_c.d~1:2", True), ("a/b", False), ("a?b", False), ("a%2Fb", False)):
+        response = await create(official, background=background, **named(name))
+        assert (response.id == f"resp_{name}") is is_kept
+        assert (await ended(official, response, soon)).id == response.id
+
+
+# what is too large
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_too_large_is_not_said_to_be_stored(serving, stream):
+    async with (
+        serving(responses_store=True, responses_store_size=2048) as url,
+        client_of(url) as client,
+    ):
+        large = {"metadata": {f"{number}": "m" * 500 for number in range(4)}}
+        if stream:
+            events = [event async for event in await create(client, stream=True, **large)]
+            response = events[-1].response
+        else:
+            response = await create(client, **large)
+        assert response.status == "completed" and response.store is False
+        with pytest.raises(openai.NotFoundError, match=NOT_FOUND):
+            await client.responses.retrieve(response.id)
+        assert (await create(client)).store is True
+
+
+@pytest.mark.asyncio
+async def test_what_is_too_large_is_not_made_in_the_background(serving, engine):
+    async with (
+        serving(responses_store=True, responses_store_size=8192) as url,
+        client_of(url) as client,
+    ):
+        large = {"metadata": {f"{number}": "m" * 500 for number in range(8)}}
+        with pytest.raises(openai.BadRequestError, match="responses-store-size") as wrong:
+            await create(client, background=True, **large)
+        assert wrong.value.param == "background"
+    assert not engine.requests
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_is_too_large_is_the_end_of_its_response(serving, engine, soon):
+    engine.script = ["a" * 100_000]
+    engine.max_model_len = 200_000
+    async with (
+        serving(responses_store=True, responses_store_size=8192) as url,
+        client_of(url) as client,
+    ):
+        response = await ended(client, await create(client, background=True), soon)
+    assert (response.status, response.output) == ("failed", [])
+    assert response.error.code == "response_too_large"
+    assert "--responses-store-size" in response.error.message
+
+
+@pytest.mark.asyncio
+async def test_what_is_made_has_a_share_of_the_store(serving, engine):
+    engine.delay = 3600
+    async with (
+        serving(responses_store=True, responses_store_size=8192) as url,
+        client_of(url) as client,
+    ):
+        with pytest.raises(openai.InternalServerError, match="have all bytes") as full:
+            for _ in range(8):
+                await create(client, background=True)
+        assert (full.value.status_code, full.value.code) == (503, "engine_overloaded")
+
+
+# an end at any moment
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", ["cancel", "delete"])
+async def test_a_response_ends_at_any_moment(engine, soon, end):
+    """A run that goes on for a moment does not bring it back."""
+    engine.delay = 0.001
+    app = create_app(engine, ServerSettings(responses_store=True))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        left = []
+        for number in range(60):
+            body = {"input": "hello", "background": True}
+            queued = (await client.post("/v1/responses", json=body)).json()
+            path = f"/v1/responses/{queued['id']}"
+            for _ in range(number):
+                await asyncio.sleep(0)
+            if end == "delete":
+                await client.delete(path)
+                status = None
+            else:
+                cancelled = await client.post(f"{path}/cancel")
+                status = "cancelled" if cancelled.status_code == 200 else "completed"
+            left.append((path, status))
+        await soon(lambda: "_run" not in {each.get_coro().__name__ for each in asyncio.all_tasks()})
+        for path, status in left:
+            found = await client.get(path)
+            assert found.json().get("status") == status, path
+            assert found.status_code == (404 if status is None else 200)
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_is_cancelled_says_so(official, engine, monkeypatch, soon):
+    """Also where neither a client nor the end of the server did it."""
+
+    async def cancelled(*args):
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(stored_responses, "respond_to_chat", cancelled)
+    response = await ended(official, await create(official, background=True), soon)
+    assert response.status == "cancelled"
+
+
+@pytest.mark.asyncio
+async def test_two_keys_with_one_name_are_one_client(serving, tmp_path):
+    """So that a key can be replaced."""
+    keys = tmp_path / "keys"
+    keys.write_text("one old-secret\none new-secret\ntwo b-secret\n")
+    keys.chmod(0o600)
+    async with serving(responses_store=True, api_key_file=str(keys)) as url:
+        async with client_of(url, "old-secret") as client:
+            response = await create(client)
+        async with client_of(url, "new-secret") as client:
+            assert (await client.responses.retrieve(response.id)).id == response.id
+        async with client_of(url, "b-secret") as client:
+            with pytest.raises(openai.NotFoundError, match=NOT_FOUND):
+                await client.responses.retrieve(response.id)
 
 
 # the store
@@ -261,13 +476,13 @@ def test_the_owner_of_the_most_bytes_loses_the_oldest_responses():
 
 
 def test_what_is_still_made_stays():
-    store = ResponseStore(2 * LEAST_BYTES, ttl_s=60)
+    store = ResponseStore(4 * LEAST_BYTES, ttl_s=60)
     store.put(stored("a", "made", status="in_progress"))
     for number in range(5):
         store.put(stored("a", f"{number}"))
     assert [each.response_id for each in store.unfinished] == ["made"]
-    assert store.get("a", "4") is not None and store.get("a", "3") is None
-    store.put(attrs.evolve(store.get("a", "made"), status="completed"))
+    assert store.get("a", "2") is not None and store.get("a", "1") is None
+    store.update(attrs.evolve(store.get("a", "made"), status="completed"))
     assert store.unfinished == ()
 
 
@@ -283,8 +498,66 @@ def test_responses_expire_after_their_end():
     assert store.get("a", "old") is store.get("b", "old") is None
     assert store.get("a", "new") is not None and store.get("a", "made") is not None
     assert store.num_bytes == 2 * LEAST_BYTES
-    store.put(stored("a", "made"))
+    store.update(stored("a", "made"))
     now_s = 19.0
     assert store.get("a", "made") is not None and store.get("a", "new") is None
     now_s = 20.0
     assert store.get("a", "made") is None and store.num_bytes == 0
+
+
+def made(owner: str, name: str, size: int = 0) -> StoredResponse:
+    return attrs.evolve(stored(owner, name, size, "in_progress"), run=Run())
+
+
+def test_what_is_made_is_replaced_by_its_own_run_alone():
+    store = ResponseStore(20 * LEAST_BYTES, ttl_s=60)
+    first = made("a", "x")
+    assert store.put(first)
+    for other in (stored("a", "x"), made("a", "x")):
+        assert not store.put(other)
+        assert not store.update(other)
+    assert store.get("a", "x").run is first.run
+    store.remove("a", "x")
+    assert not store.update(attrs.evolve(first, status="completed")), "it is deleted"
+    second = made("a", "x")
+    assert store.put(second)
+    assert not store.update(attrs.evolve(first, status="completed")), "it is another"
+    assert store.update(attrs.evolve(second, status="cancelled"))
+    assert not store.update(attrs.evolve(second, status="completed")), "it has ended"
+    assert store.get("a", "x").status == "cancelled"
+
+
+def test_what_is_made_leaves_others_their_responses():
+    """A key whose responses are all unfinished cannot evict those of other keys."""
+    store = ResponseStore(16 * LEAST_BYTES, ttl_s=60)
+    for number in range(8):
+        assert store.put(stored("small", f"{number}"))
+    running = [made("flood", f"{number}") for number in range(20)]
+    assert [store.put(each) for each in running] == [True] * 4 + [False] * 16
+    assert store.unfinished_room("flood") == 0 and store.unfinished_room("") == 4 * LEAST_BYTES
+    for number in range(20):
+        store.put(stored("flood", f"end-{number}"))
+    assert sum(store.get("small", f"{number}") is not None for number in range(8)) >= 6
+    assert store.num_bytes <= 16 * LEAST_BYTES
+    assert store.update(attrs.evolve(running[0], status="completed"))
+    assert store.unfinished_room("flood") == LEAST_BYTES
+
+
+def test_a_response_without_a_place_evicts_nothing():
+    store = ResponseStore(10 * LEAST_BYTES, ttl_s=60)
+    for name in ("1", "2", "3"):
+        store.put(stored("a", name))
+        store.put(stored("b", name))
+    assert not store.put(stored("b", "large", 8 * LEAST_BYTES)), "it alone would be the most"
+    assert store.num_bytes == 6 * LEAST_BYTES
+
+
+def test_the_end_of_a_run_has_a_place():
+    store = ResponseStore(2 * LEAST_BYTES, ttl_s=60)
+    response = made("", "x", LEAST_BYTES - END_BYTES - 2)
+    assert store.put(response) and store.put(stored("b", "other"))
+    large = attrs.evolve(response, status="completed", content=b"c" * 2 * LEAST_BYTES)
+    assert not store.update(large)
+    end = attrs.evolve(response, status="failed", content=response.content + b"e" * END_BYTES)
+    assert store.update(end)
+    assert store.get("b", "other") is not None

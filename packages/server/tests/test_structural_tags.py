@@ -62,9 +62,17 @@ def test_after_a_trigger_nothing_else_is(text):
 
 
 def test_triggers_and_tags_belong_together():
-    for triggers in ([], ["<function="], [*TRIGGERS, "<tool"]):
+    for triggers in ([], ["<function="], [*TRIGGERS, "<tool"], ["<function=any", *TRIGGERS]):
         with pytest.raises(InvalidRequest):
             tagged_text(TAGS, triggers)
+
+
+def test_a_schema_that_is_nested_too_deep_is_an_error_of_the_client():
+    schema = {"type": "integer"}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(InvalidRequest, match="nested too deep"):
+        tagged_text([StructuralTag("<a=1>", schema, "")], ["<a="])
 
 
 @pytest.mark.asyncio

@@ -8,6 +8,8 @@ import pytest
 import pytest_asyncio
 from stand_in_engine import BOS
 
+from trencadis.server.http.request_id_header import RequestIdHeader
+
 pytestmark = pytest.mark.asyncio
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -348,6 +350,22 @@ async def test_a_flag_names_every_response(serving, client):
         )
         (name,) = answer.headers.get_list("x-request-id")
         assert f'"id":"{name}"' in answer.text, "that of the answer stays"
+
+
+@pytest.mark.parametrize("fields", [{}, {"headers": ()}, {"headers": ((b"a", b"b"),)}])
+async def test_a_response_is_named_whatever_form_its_headers_have(fields):
+    """ASGI asks for an iterable, which may be absent."""
+    sent = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, **fields})
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [(b"x-request-id", b"mine")]}
+    await RequestIdHeader(app)(scope, None, send)
+    assert sent[0]["headers"] == [*fields.get("headers", ()), (b"x-request-id", b"mine")]
 
 
 @pytest.mark.parametrize("stream", [False, True])

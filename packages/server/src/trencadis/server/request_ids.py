@@ -14,6 +14,8 @@ REQUEST_ID_PATTERN = rf"^[!-~]{{1,{MAX_REQUEST_ID}}}$"
 """Printable ASCII without spaces, since it goes into a header and into lines of logs."""
 
 _NAME = re.compile(REQUEST_ID_PATTERN)
+_PATH_SEGMENT = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@-]+")
+"""What a segment of a path may have unescaped, by RFC 3986."""
 
 
 def given_request_id(headers: Mapping[str, str]) -> str | None:
@@ -23,3 +25,8 @@ def given_request_id(headers: Mapping[str, str]) -> str | None:
     """
     name = headers.get(REQUEST_ID)
     return name if name is not None and _NAME.match(name) else None
+
+
+def fits_path(name: str) -> bool:
+    """Whether a name may be a segment of a path, so that what it names can be asked for."""
+    return _PATH_SEGMENT.fullmatch(name) is not None

@@ -198,7 +198,7 @@ class ServerSettings:
         boolean(),
         "--enable-force-include-usage",
         group=SERVER,
-        help="every event of a stream has token counts",
+        help="completions and chat: every chunk has token counts",
     )
     return_tokens_as_token_ids: bool = setting_field(
         False,
@@ -250,7 +250,7 @@ class ServerSettings:
         help="most bytes of stored responses",
     )
     responses_store_ttl: float = setting_field(
-        86_400.0, _seconds, help="seconds that a response is stored"
+        86_400.0, _seconds, help="most seconds that a response is made, then stored"
     )
     prefix_cache_per_key: bool = setting_field(
         False,

@@ -328,6 +328,7 @@ class CoreSupervisor:
         stats = EngineStats(
             num_total_blocks=self.ready.num_blocks - 1,
             block_size=self.ready.block_size,
+            max_model_len=self.ready.max_model_len,
             max_running_seqs=self.config.max_num_seqs,
             max_prefill_tokens=token_budget(self.config),
         )

@@ -36,7 +36,7 @@ _MEANINGS = {
     401: "The key is missing or wrong",
     403: "The admin API is off",
     404: "There is no such model",
-    409: "Another switch of models is under way",
+    409: "Another switch of models, or response of this id, is under way",
     408: "The body arrives too slowly",
     413: "The body is too large",
     415: "The body is not declared as JSON",

@@ -161,12 +161,6 @@ def _api_key(headers: Headers) -> tuple[str, str]:
     return _bearer_token(headers)
 
 
-def key_digest(headers: Headers) -> str:
-    """What tells the API key of a request from others, "" without one; it does not tell the key."""
-    key = _api_key(headers)[1]
-    return digest(key).hex() if key else ""
-
-
 _OF_THIS_PROCESS = secrets.token_bytes(32)
 
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trencadis.server.errors import ApiError
 from trencadis.server.http.api_keys import key_name
 from trencadis.server.http.error_response import ErrorResponse
+from trencadis.server.http.paths import is_cancel
 
 logger = logging.getLogger("trencadis.server")
 
@@ -22,9 +23,10 @@ _LOG_SECONDS = 60.0
 class KeyLimit:
     """ASGI middleware: answers 429 where an API key has ``most`` requests in progress.
 
-    A streamed request is in progress until the stream ends. Requests without a body (GET) do not
-    count. ``retry_after`` is the delay, in seconds, that the client is told. ``count_refused`` is
-    called with the name of the key. ``clock`` counts seconds.
+    A streamed request is in progress until the stream ends. Requests without a body (GET, DELETE)
+    and those that cancel a response do not count. ``retry_after`` is the delay, in seconds, that
+    the client is told. ``count_refused`` is called with the name of the key. ``clock`` counts
+    seconds.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class KeyLimit:
         self._logged_s: dict[str, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = key_name(scope) if scope["type"] == "http" and scope["method"] == "POST" else ""
+        counts = scope["type"] == "http" and scope["method"] == "POST" and not is_cancel(scope)
+        name = key_name(scope) if counts else ""
         if not name:
             await self.app(scope, receive, send)
             return

@@ -26,6 +26,14 @@ MESSAGES_PATH = "/v1/messages"
 """The paths of the Anthropic API, whose errors have its form."""
 
 
+_RESPONSES_PATH = "/v1/responses"
+
+
+def is_cancel(scope: Scope) -> bool:
+    """Whether a request ends a response that is made in the background."""
+    return is_under(scope, _RESPONSES_PATH) and path_of(scope).endswith("/cancel")
+
+
 def is_under(scope: Scope, prefix: str) -> bool:
     """Whether the path of a request is ``prefix`` or below it."""
     path = path_of(scope)

@@ -27,7 +27,8 @@ class RequestIdHeader:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 given = given_request_id(Headers(scope=scope))
-                headers = MutableHeaders(raw=message["headers"])
+                message.setdefault("headers", [])
+                headers = MutableHeaders(scope=message)
                 headers.setdefault(REQUEST_ID, given or uuid.uuid4().hex)
             await send(message)
 

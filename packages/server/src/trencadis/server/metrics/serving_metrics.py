@@ -350,12 +350,12 @@ class _EngineCollector(Collector):
     ) -> Iterable[Metric]:
         """The metric of rows with one name; none without a value."""
         stats, first = self._engine.stats, rows[0]
-        values = [value for row in rows if (value := row.read(stats)) is not None]
-        if not values:
+        found = [(row, value) for row in rows if (value := row.read(stats)) is not None]
+        if not found:
             return
         names = (DEVICE_LABELS if first.is_of_device else LABELS) + tuple(first.labels(stats))
         family = _FAMILIES[first.kind](first.name, first.help, labels=names)
-        for row, value in zip(rows, values, strict=True):
+        for row, value in found:
             own = (ENGINE_NUMBER, *map(str, row.labels(stats).values()))
             if row.is_of_device:
                 family.add_metric(own, value)

@@ -6,6 +6,7 @@ As in "I call <function=sum>{"a": 1}</function>.", with the trigger ``<function=
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 import attrs
@@ -27,16 +28,22 @@ class StructuralTag:
 def tagged_text(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> str:
     """A grammar for texts in which a tag follows each trigger, with which its ``begin`` begins.
 
-    Raises `InvalidRequest` for a tag without a trigger, and a trigger without a tag.
+    Raises `InvalidRequest` for a tag without a trigger, a trigger without a tag, or one that begins
+    another, which would never be reached, and for a schema that is nested too deep.
     """
+    for shorter, longer in permutations(dict.fromkeys(triggers), 2):
+        if longer.startswith(shorter):
+            raise InvalidRequest(
+                f"the trigger {shorter!r} begins the trigger {longer!r}, which would have no "
+                "effect: leave one of them out"
+            )
     following: dict[str, list[str]] = {trigger: [] for trigger in triggers}
     for tag in tags:
         trigger = next((each for each in triggers if tag.begin.startswith(each)), None)
         if trigger is None:
             raise InvalidRequest(f"no trigger begins {tag.begin!r}: give one that does")
         rest = quoted(tag.begin.removeprefix(trigger))
-        schema = json_form(closed({} if tag.schema is None else tag.schema))
-        following[trigger].append(f"{rest} %json {schema} {quoted(tag.end)}")
+        following[trigger].append(f"{rest} %json {_json_schema(tag)} {quoted(tag.end)}")
     unused = [trigger for trigger, rules in following.items() if not rules]
     if unused or not triggers:
         raise InvalidRequest(f"no tag begins with {unused[0]!r}" if unused else "needs triggers")
@@ -48,3 +55,10 @@ def tagged_text(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> str:
         rules += [f"{name}: {body}" for name, body in zip(names, bodies, strict=True)]
     choice = " | ".join(f"tag_{number}" for number in range(len(following)))
     return "\n".join([f"start: ({choice})* text", r"text: /(.|\n)*/", *rules])
+
+
+def _json_schema(tag: StructuralTag) -> str:
+    try:
+        return json_form(closed({} if tag.schema is None else tag.schema))
+    except RecursionError:
+        raise InvalidRequest(f"the schema of the tag {tag.begin!r} is nested too deep") from None

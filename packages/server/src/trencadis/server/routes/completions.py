@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
 from fastapi import APIRouter, Request, Response
 from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
@@ -142,11 +143,17 @@ class CompletionWriter(ChunkWriter[Completion]):
         """Those of a choice, or of a part of it: of the prompt, if it is echoed, and of tokens."""
         if self.request.num_logprobs is None:
             return None
+        most = self.request.num_logprobs  # the prompt may have more, for `prompt_logprobs`
         echoed = of_prompt if self.request.echoes else ()
+        cut = (
+            attrs.evolve(position, top=position.top[:most])
+            for position in echoed
+            if position is not None
+        )
         return completion_logprobs(
             self.token_texts,
-            [*(position for position in echoed if position is not None), *positions],
+            [*cut, *positions],
             text_offset,
-            num_logprobs=None if self.request.logprob_token_ids else self.request.num_logprobs,
+            num_logprobs=None if self.request.logprob_token_ids else most,
             first_token=prompt.token_ids[0] if echoed else None,
         )

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from trencadis.engine import PositionLogprobs, SamplingParams
+from trencadis.server.api.error_responses import error_responses
 from trencadis.server.api.logprobs import chat_logprobs
 from trencadis.server.api.protocol import ChatCompletionRequest
 from trencadis.server.api.responses import (
@@ -43,7 +44,9 @@ from trencadis.server.generation.answer_plan import AnswerPlan
 from trencadis.server.generation.choice_stream import ChoiceStream, FinishedChoice, FinishReason
 from trencadis.server.generation.prompts import Prompt
 from trencadis.server.generation.served_model import ServedModel
+from trencadis.server.http.api_keys import key_name
 from trencadis.server.http.json_body import Checked
+from trencadis.server.request_ids import fits_path
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
     ResponseWriter,
@@ -52,10 +55,10 @@ from trencadis.server.routes.generation_response import (
     respond_to_chat,
 )
 from trencadis.server.routes.stored_responses import (
+    Keep,
     Keeping,
     continued,
     new_response_id,
-    owner_of,
     respond_in_background,
 )
 
@@ -72,11 +75,11 @@ def responses_router(context: ServingContext) -> APIRouter:
     @router.post(
         "/v1/responses",
         response_model=None,
-        responses=generation_responses(ResponseObject, _EVENTS),
+        responses={**generation_responses(ResponseObject, _EVENTS), **error_responses(409)},
     )
     async def create_response(body: Checked[ResponsesRequest], request: Request) -> Response:
         """Answer a conversation of items, in one response or as a stream of events."""
-        store, owner = context.responses, owner_of(request, context.settings)
+        store, owner = context.responses, key_name(request.scope)
         body.check_store(stores=store is not None)
         keeps = store is not None and body.store is not False
         with client_fields(CLIENT_FIELDS):
@@ -88,9 +91,10 @@ def responses_router(context: ServingContext) -> APIRouter:
 
             chat, items = await context.bodies.translated(request, translate, len(earlier))
             keeping = None if store is None or not keeps else Keeping(store, owner, items)
-            writer = partial(ResponsesWriter, body, keeping)
+            writer = partial(ResponsesWriter, body)
             if keeping is None or not body.background:
-                return await respond_to_chat(context, request, chat, writer)
+                keep = None if keeping is None else keeping.keep
+                return await respond_to_chat(context, request, chat, partial(writer, keep))
             head = _queued(context, request, body, chat)
             return await respond_in_background(context, request, chat, head, writer, keeping)
 
@@ -118,22 +122,26 @@ def _queued(
 
 
 class ResponsesWriter(ResponseWriter):
-    """Writes the answer as output items: reasoning, messages and function calls."""
+    """Writes the answer as output items: reasoning, messages and function calls.
+
+    ``keep`` stores the response, if it is to be stored; its id is one that a path may have then.
+    """
 
     id_prefix = "resp_"
 
     def __init__(
         self,
         body: ResponsesRequest,
-        keeping: Keeping | None,
+        keep: Keep | None,
         model: ServedModel,
         request: ChatCompletionRequest,
         prompts: Sequence[Prompt],
         name: str | None = None,
     ) -> None:
-        super().__init__(model, request, prompts, name)
+        is_lost = keep is not None and name is not None and not fits_path(name)
+        super().__init__(model, request, prompts, None if is_lost else name)
         self._body = body
-        self._keeping = keeping
+        self._keep = keep
         self._chat = request
         self._params = request.sampling_params(None, model.default_sampling)
         plan = prompts[0].answer or AnswerPlan()
@@ -265,8 +273,8 @@ class ResponsesWriter(ResponseWriter):
         response.usage = self._token_counts()
         if is_cut:
             response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
-        if self._keeping is not None:
-            self._keeping.keep(response)
+        if self._keep is not None:
+            response.store = self._keep(response)
         return response
 
     def _items(self, last: ItemStatus) -> list[OutputItem]:
@@ -304,7 +312,7 @@ class ResponsesWriter(ResponseWriter):
             created=self.created,
             model_name=self.model_name,
             status=status,
-            is_stored=self._keeping is not None,
+            is_stored=self._keep is not None,
         )
 
 

@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 import uuid
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import attrs
 from fastapi import APIRouter, Request, Response
@@ -23,43 +24,71 @@ from trencadis.server.api.responses import (
 )
 from trencadis.server.api.translation import client_fields
 from trencadis.server.errors import ApiError, as_api_error
-from trencadis.server.generation.response_store import ResponseStore, StoredResponse
+from trencadis.server.generation.prompts import Prompt
+from trencadis.server.generation.response_store import ResponseStore, Run, StoredResponse
+from trencadis.server.generation.served_model import ServedModel
 from trencadis.server.http.api_keys import key_name
-from trencadis.server.http.auth import key_digest
-from trencadis.server.request_ids import REQUEST_ID, given_request_id
+from trencadis.server.request_ids import REQUEST_ID, fits_path, given_request_id
 from trencadis.server.routes.context import ServingContext
-from trencadis.server.routes.generation_response import NewWriter, respond_to_chat
-from trencadis.server.settings import ServerSettings
+from trencadis.server.routes.generation_response import ResponseWriter, respond_to_chat
 
 logger = logging.getLogger("trencadis.server")
 
 MAX_BACKGROUND = 64
 """Most responses that are made in the background; half of it for one API key."""
 
+Keep: TypeAlias = Callable[[ResponseObject], bool]
+"""Stores a response that has ended. Returns whether it is kept."""
 
-def owner_of(request: Request, settings: ServerSettings) -> str:
-    """Whose stored responses a request may use: those of its API key; "" without keys."""
-    has_keys = bool(settings.api_keys) or settings.api_key_file is not None
-    return key_digest(request.headers) if has_keys else ""
+NewBackgroundWriter: TypeAlias = Callable[
+    [Keep, ServedModel, Any, Sequence[Prompt], "str | None"], ResponseWriter
+]
+"""Makes the writer of a response that is stored."""
 
 
 @attrs.frozen
 class Keeping:
-    """Stores the response of one request. ``conversation``: the items of its input, as JSON."""
+    """Stores the response of one request. ``conversation``: the items of its input, as JSON.
+
+    ``run``: what makes the response in the background.
+    """
 
     store: ResponseStore
     owner: str
     conversation: bytes
+    run: Run | None = None
 
-    def keep(self, response: ResponseObject, run: asyncio.Task[None] | None = None) -> None:
-        """Store the response with its present status. ``run``: what goes on to make it."""
-        items = [item.model_dump() for item in response.output]
+    def stored(self, response: ResponseObject) -> StoredResponse:
+        """What is stored of a response with its present status."""
+        # without log-probabilities, which are much longer than the texts
+        dumped = {"content": {"__all__": {"logprobs"}}}
+        items = [item.model_dump(exclude=dumped) for item in response.output]
         output = json.dumps(items, separators=(",", ":")).encode()
         joint = b"," if len(self.conversation) > 2 and len(output) > 2 else b""
         conversation = self.conversation[:-1] + joint + output[1:]
         content = response.model_dump_json().encode()
-        kept = StoredResponse(self.owner, response.id, response.status, content, conversation, run)
-        self.store.put(kept)
+        return StoredResponse(
+            self.owner, response.id, response.status, content, conversation, self.run
+        )
+
+    def keep(self, response: ResponseObject) -> bool:
+        """Store a response that is made at once. Returns whether it is kept."""
+        return self.store.put(self.stored(response))
+
+    def update(self, response: ResponseObject, head: ResponseObject) -> None:
+        """Store what the run has made, unless its response has ended otherwise.
+
+        Where that is too large, ``head`` becomes its end, with an error.
+        """
+        if self.store.update(self.stored(response)):
+            return
+        error = ResponseError(
+            code="response_too_large",
+            message=f"the response is {response.status}, and too large to be stored: the server "
+            "may be given more with --responses-store-size",
+        )
+        failed = head.model_copy(update={"status": "failed", "error": error})
+        self.store.update(attrs.evolve(self.stored(failed), conversation=b"[]"))
 
 
 def found(store: ResponseStore | None, owner: str, response_id: str) -> StoredResponse:
@@ -97,26 +126,43 @@ async def respond_in_background(
     request: Request,
     chat: ChatCompletionRequest,
     head: ResponseObject,
-    new_writer: NewWriter,
+    new_writer: NewBackgroundWriter,
     keeping: Keeping,
 ) -> Response:
     """Answer with ``head``, the response while it is queued, and go on without the client.
 
-    Raises `EngineOverloaded`, and 429 for a key with too many.
+    Raises 409 for the id of a response that is still made, `InvalidRequest` for what is too large
+    to be stored, `EngineOverloaded`, and 429 for a key with too many.
     """
     context.check_accepting()
     context.check_name(chat.model)
     context.check_runner(chat.model, wants_embeddings=False)
-    _check_place(context, request, keeping)
+    run = Run()
+    keeping = attrs.evolve(keeping, run=run)
+    queued = keeping.stored(head)
+    _check_place(context, request, keeping.store, queued)
+    if not keeping.store.put(queued):
+        raise EngineOverloaded(
+            f"{len(keeping.store.unfinished)} responses are made in the background, and have all "
+            "bytes that there are for them: try again later"
+        )
     work = _run(context, _detached(request, head), chat, head, new_writer, keeping)
-    keeping.keep(head, asyncio.create_task(work))
+    run.task = asyncio.create_task(work)
     headers = {REQUEST_ID: head.id}
     return Response(head.model_dump_json(), media_type="application/json", headers=headers)
 
 
-def _check_place(context: ServingContext, request: Request, keeping: Keeping) -> None:
-    unfinished = keeping.store.unfinished
-    own = sum(each.owner == keeping.owner for each in unfinished)
+def _check_place(
+    context: ServingContext, request: Request, store: ResponseStore, queued: StoredResponse
+) -> None:
+    unfinished, owner = store.unfinished, queued.owner
+    if any((each.owner, each.response_id) == (owner, queued.response_id) for each in unfinished):
+        raise ApiError(
+            409,
+            f"the response {queued.response_id!r} is still made: give another X-Request-Id",
+            code="response_in_progress",
+        )
+    own = sum(each.owner == owner for each in unfinished)
     most, name = context.settings.max_requests_per_key, key_name(request.scope)
     if name and most is not None and own >= most:
         context.metrics.count_refused(name)
@@ -127,10 +173,16 @@ def _check_place(context: ServingContext, request: Request, keeping: Keeping) ->
             code="rate_limit_exceeded",
             headers={"Retry-After": str(context.settings.retry_after)},
         )
-    limit = MAX_BACKGROUND // 2 if keeping.owner else MAX_BACKGROUND
+    limit = MAX_BACKGROUND // 2 if owner else MAX_BACKGROUND
     if len(unfinished) >= MAX_BACKGROUND or own >= limit:
         raise EngineOverloaded(
             f"{len(unfinished)} responses are made in the background: try again later"
+        )
+    if queued.num_bytes > store.unfinished_share(owner):
+        raise InvalidRequest(
+            f"the response has {queued.num_bytes} bytes before it is made, and is too large to be "
+            "stored: leave background out, or give the server more with --responses-store-size",
+            "background",
         )
 
 
@@ -153,31 +205,46 @@ async def _run(
     request: Request,
     chat: ChatCompletionRequest,
     head: ResponseObject,
-    new_writer: NewWriter,
+    new_writer: NewBackgroundWriter,
     keeping: Keeping,
 ) -> None:
-    """Make a response; the writer keeps it. An error is kept as its end."""
+    """Make a response; its writer hands it over at its end. An error is kept as its end."""
 
-    def writer(*args: Any) -> Any:
-        progress = head.model_copy(update={"status": "in_progress"})
-        keeping.keep(progress, asyncio.current_task())
-        return new_writer(*args)
+    def keep(response: ResponseObject) -> bool:
+        keeping.update(response, head)
+        return True
+
+    def writer(*args: Any) -> ResponseWriter:
+        keep(head.model_copy(update={"status": "in_progress"}))
+        return new_writer(keep, *args)
 
     try:
         with client_fields(CLIENT_FIELDS):
             work = respond_to_chat(context, request, chat, writer)
             await asyncio.wait_for(work, context.settings.responses_store_ttl)
+    except asyncio.CancelledError:
+        keep(head.model_copy(update={"status": "cancelled"}))
+        raise
     except Exception as error:
+        limit_s = context.settings.responses_store_ttl
         api_error = as_api_error(error)
+        if isinstance(error, asyncio.TimeoutError):
+            api_error = ApiError(
+                504,
+                f"the response was not ready after {limit_s:g} s, as long as it would be stored "
+                "(responses_store_ttl)",
+                code="response_timeout",
+            )
         if api_error.code == "internal_error":
             logger.error("The response %s in the background failed", head.id, exc_info=error)
         failure = ResponseError(code=api_error.code or "server_error", message=api_error.message)
-        keeping.keep(head.model_copy(update={"status": "failed", "error": failure}))
+        keep(head.model_copy(update={"status": "failed", "error": failure}))
 
 
 def new_response_id(request: Request) -> str:
     """The id of a response in the background, which the client may name."""
-    return f"resp_{given_request_id(request.headers) or uuid.uuid4().hex}"
+    name = given_request_id(request.headers)
+    return f"resp_{name if name and fits_path(name) else uuid.uuid4().hex}"
 
 
 async def end_background(store: ResponseStore) -> None:
@@ -185,7 +252,8 @@ async def end_background(store: ResponseStore) -> None:
     runs = [response.run for response in store.unfinished if response.run is not None]
     for run in runs:
         run.cancel()
-    await asyncio.gather(*runs, return_exceptions=True)
+    tasks = [run.task for run in runs if run.task is not None]
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def stored_responses_router(context: ServingContext) -> APIRouter:
@@ -195,7 +263,7 @@ def stored_responses_router(context: ServingContext) -> APIRouter:
     described: dict[int | str, dict[str, Any]] = {200: {"model": ResponseObject}, **errors}
 
     def own(request: Request, response_id: str) -> StoredResponse:
-        return found(context.responses, owner_of(request, context.settings), response_id)
+        return found(context.responses, key_name(request.scope), response_id)
 
     @router.get("/v1/responses/{response_id}", response_model=None, responses=described)
     async def retrieve_response(response_id: str, request: Request) -> Response:
@@ -208,22 +276,23 @@ def stored_responses_router(context: ServingContext) -> APIRouter:
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
         """Forget a stored response; one that is being made ends."""
         response = own(request, response_id)
-        if response.run is not None:
-            response.run.cancel()
         if context.responses is not None:
             context.responses.remove(response.owner, response_id)
+        if response.run is not None:
+            response.run.cancel()
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=None, responses=described)
     async def cancel_response(response_id: str, request: Request) -> Response:
         """End a response that is made in the background."""
         response = own(request, response_id)
-        if response.is_unfinished and response.run is not None and context.responses is not None:
-            response.run.cancel()
+        run = response.run
+        if response.is_unfinished and run is not None and context.responses is not None:
             ended = ResponseObject.model_validate_json(response.content)
             content = ended.model_copy(update={"status": "cancelled"}).model_dump_json().encode()
-            response = attrs.evolve(response, status="cancelled", content=content, run=None)
-            context.responses.put(response)
+            response = attrs.evolve(response, status="cancelled", content=content)
+            context.responses.update(response)
+            run.cancel()
         elif response.status != "cancelled":
             raise InvalidRequest(
                 "Cannot cancel a synchronous response."
