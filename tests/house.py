@@ -233,7 +233,8 @@ FLOORS: dict[str, list[set[str]]] = {
             "weight_files",
         },
         {
-            *("declared_modules", "gguf", "hub", "packed_formats", "paged_context"),
+            *("adapter_files", "declared_modules", "gguf", "hub", "packed_formats"),
+            "paged_context",
             *("rank_part", "rounded_weights", "score_heads"),
         },
         {

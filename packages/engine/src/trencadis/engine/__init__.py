@@ -35,6 +35,7 @@ from trencadis.engine.api.scoring import PairPrompt, Scoring
 from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.api.text_prompts import TextPrompts
 from trencadis.engine.errors import (
+    AdapterError,
     BucketMiss,
     CompileError,
     ConfigError,
@@ -121,6 +122,7 @@ __all__ = [
     "MAX_BIASES",
     "MAX_CACHE_SALT",
     "MAX_STOP_TOKEN_IDS",
+    "AdapterError",
     "AsyncEngine",
     "BatchControl",
     "BatchControlResult",
