@@ -155,7 +155,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"requests"},
     ],
     "engine.core": [
-        {"config_payload", "thermal_monitor"},
+        {"adapter_slots", "adapter_table", "config_payload", "thermal_monitor"},
         {"request_table"},
         {"step_sampling"},
         {"engine_core"},
@@ -242,11 +242,12 @@ FLOORS: dict[str, list[set[str]]] = {
             *("rank_loading", "softmax_attention"),
         },
         {"block_attention", "checkpoint_process", "decoder_layers", "pair_prompts"},
-        {"attention", "compiled_forward", "layer_reading"},
+        {"adapter_layers", "attention", "compiled_forward", "layer_reading"},
         {"loader"},
     ],
     "engine.runner": [
         {
+            "adapter_store",
             "block_moves",
             "float_bits",
             "gumbel",

@@ -61,6 +61,11 @@ ENGINE = {
     "score_prompt": ("joined", "joined"),
     "quantization": ("int8", "int8"),
     "fp32_softmax": ("true", True),
+    "enable_lora": ("", True),
+    "lora_modules": ("sql=/adapters/a=b", {"sql": "/adapters/a=b"}),
+    "max_loras": ("4", 4),
+    "max_lora_rank": ("64", 64),
+    "max_cpu_loras": ("9", 9),
     "engine_restarts": ("1", 1),
     "hang_timeout": ("9", 9.0),
     "hang_restart_timeout": ("90", 90.0),
@@ -650,3 +655,13 @@ models:
     places = ("4: models.a.tool_call_parser: ", "5: models.a.reasoning_parser: ")
     for place in (*places, "6: models.b.maxmodellen is unknown", "6: models.b.ttl: "):
         assert f"line {place}" in error, place
+
+
+def test_adapters_are_named_one_by_one_or_together():
+    flags = ("--lora-modules", "a=x", "b=y", "--lora-modules", "c=z", "--enable-lora")
+    config = engine_config(parse("m", *flags), {})
+    assert config.lora_modules == {"a": "x", "b": "y", "c": "z"}
+    with pytest.raises(ConfigError, match="names 'a' twice"):
+        engine_config(parse("m", "--lora-modules", "a=x", "a=y"), {})
+    with pytest.raises(SystemExit):
+        parse("m", "--lora-modules", "a")

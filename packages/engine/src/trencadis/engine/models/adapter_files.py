@@ -162,7 +162,8 @@ def _rank_and_scale(settings: Mapping[str, Any], file: Path, max_rank: int) -> t
     if kind != "LORA":
         raise AdapterError(f"{file} is of an adapter of the type {shown(kind)}: serve one of LORA")
     _check_kind(settings, file)
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    rank: Any = settings.get("r")
+    alpha: Any = settings.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise AdapterError(f"{file} cannot be used: r is {shown(rank)} instead of a rank from 1")
     if rank > max_rank:

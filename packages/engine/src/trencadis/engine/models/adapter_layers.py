@@ -1,0 +1,142 @@
+"""Linear layers that compute adapters: each has slots for the matrices of several.
+
+Letters in shapes: T tokens, S slots, R the highest rank. A slot's matrices are rows of two stacked
+ones, so that one product serves all slots: what a token has computed with the rows of other slots
+is replaced by zeros. So its result does not depend on the adapters of other tokens, shapes depend
+on none of them, and an adapter is loaded by copying. Slot 0 is that of tokens without an adapter;
+it has no rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trencadis.engine.models.adapter_files import Adapter, LayerShape
+from trencadis.engine.models.decoder_layers import decoder_layers
+
+
+class _Current(threading.local):
+    """What the decoder layer that this thread computes was given."""
+
+    others: torch.Tensor | None = None
+
+
+_CURRENT = _Current()
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer, of any kind of weight, and the matrices of adapters for it.
+
+    ``down`` and ``up`` are ``[S * R, inputs]`` and ``[S * R, outputs]``, with zeros where there is
+    no adapter, or one of a lower rank.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+    def __init__(self, base: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.base = base
+        self.in_features: int = base.in_features
+        self.out_features: int = base.out_features
+        for name, width in (("down", self.in_features), ("up", self.out_features)):
+            zeros = torch.zeros(num_rows, width, dtype=dtype, device=device)
+            self.register_buffer(name, zeros, persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """That of the layer without adapters, for code of a model that asks for it."""
+        weight: torch.Tensor = self.base.weight
+        return weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """That of the layer without adapters."""
+        bias: torch.Tensor | None = self.base.bias
+        return bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(rows)
+        others = _CURRENT.others
+        if others is None:
+            return out
+        inner = F.linear(rows, self.down)
+        # Not a product: an overflow in another slot's rows would make it NaN.
+        inner = inner.masked_fill(others.view(*inner.shape[:-1], -1), 0.0)
+        return out + inner @ self.up
+
+
+class AdapterLayers:
+    """The linear layers in the decoder layers of a model, with ``num_slots`` slots each.
+
+    Made once for a model that is loaded, it replaces these layers. ``shapes``: of the layers, by
+    their names in the model. ``max_rank``: that of a slot. ``num_loads``: adapters that were copied
+    to slots.
+    """
+
+    def __init__(self, model: nn.Module, num_slots: int, max_rank: int) -> None:
+        self.num_slots, self.max_rank = num_slots, max_rank
+        self.num_loads = 0
+        self.dtype = next(model.parameters()).dtype
+        self._layers: dict[str, AdaptedLinear] = {}
+        self._held: dict[int, str] = {}
+        names = {id(module): name for name, module in model.named_modules()}
+        for layer in decoder_layers(model):
+            self._replace(layer, names[id(layer)])
+            layer.register_forward_pre_hook(_note_slots, with_kwargs=True)
+        self.shapes: Mapping[str, LayerShape] = {
+            name: LayerShape(layer.in_features, layer.out_features)
+            for name, layer in self._layers.items()
+        }
+
+    def _replace(self, module: nn.Module, path: str) -> None:
+        """Replace the linear layers below a module, whose name in the model is ``path``."""
+        for name, child in list(module.named_children()):
+            place = f"{path}.{name}"
+            if not (hasattr(child, "in_features") and hasattr(child, "out_features")):
+                self._replace(child, place)
+                continue
+            device = next(iter((*child.parameters(), *child.buffers()))).device
+            num_rows = self.num_slots * self.max_rank
+            self._layers[place] = AdaptedLinear(child, num_rows, self.dtype, device)
+            setattr(module, name, self._layers[place])
+
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Copy an adapter to a slot, from 1 to ``num_slots``, unless it is there already."""
+        if self._held.get(slot) == adapter.digest:
+            return
+        self._held.pop(slot, None)  # until all layers have it
+        device = next(iter(self._layers.values())).down.device
+        rows = torch.arange((slot - 1) * self.max_rank, slot * self.max_rank).to(device)
+        for name, layer in self._layers.items():
+            pair = adapter.layers.get(name)
+            for place, held in enumerate((layer.down, layer.up)):
+                of_slot = torch.zeros(self.max_rank, held.shape[1], dtype=held.dtype)
+                if pair is not None:
+                    of_slot[: adapter.rank] = pair[place]
+                held.index_copy_(0, rows, of_slot.to(device))
+        self._held[slot] = adapter.digest
+        self.num_loads += 1
+
+    def clear(self) -> None:
+        """Forget what the slots hold: their memory was released."""
+        self._held.clear()
+
+    def others(self, slots: torch.Tensor) -> torch.Tensor:
+        """``[T, S * R]`` bool: true in the rows of slots other than that of a token.
+
+        ``slots``: ``[T]``, integers from 0.
+        """
+        rows = torch.arange(self.num_slots, device=slots.device).repeat_interleave(self.max_rank)
+        return slots[:, None] != 1 + rows[None, :]
+
+
+def _note_slots(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
+    """Before a decoder layer: its linear layers compute with what the forward pass has."""
+    _CURRENT.others = arguments["paged"].other_slots
