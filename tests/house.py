@@ -206,7 +206,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "yaml_nodes",
         },
         {"core_supervisor", "multi_model_config", "tokenizer"},
-        {"bad_words", "detokenizer"},
+        {"adapter_calls", "bad_words", "detokenizer"},
         {"request_stream"},
         {"open_requests"},
         {"model_changes"},

@@ -60,7 +60,7 @@ from trencadis.engine.errors import (
 from trencadis.engine.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
-    from trencadis.engine.api.inspection import EngineInspection, GridUsage
+    from trencadis.engine.api.inspection import AdapterInfo, EngineInspection, GridUsage
     from trencadis.engine.core.compile_cache import (
         CompileCacheReport,
         check_compile_cache,
@@ -95,6 +95,7 @@ _LOADED_ON_USE = {
     "Device": ".devices",
     "Embedding": ".front.pooled_results",
     "EngineCore": ".core.engine_core",
+    "AdapterInfo": ".api.inspection",
     "EngineInspection": ".api.inspection",
     "FairThread": ".fair_thread",
     "Generation": ".front.llm",
@@ -123,6 +124,7 @@ __all__ = [
     "MAX_CACHE_SALT",
     "MAX_STOP_TOKEN_IDS",
     "AdapterError",
+    "AdapterInfo",
     "AsyncEngine",
     "BatchControl",
     "BatchControlResult",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import attrs
 
+from trencadis.engine.api.inspection import AdapterInfo
 from trencadis.engine.errors import AdapterError, shown
 from trencadis.engine.runner.adapter_store import LoadedAdapter
 
@@ -17,6 +18,11 @@ class NamedAdapter:
     name: str
     path: str
     loaded: LoadedAdapter
+
+    @property
+    def info(self) -> AdapterInfo:
+        """What clients are told of it."""
+        return AdapterInfo(self.name, self.path, self.loaded.rank, self.loaded.num_bytes)
 
 
 class AdapterTable:

@@ -234,6 +234,7 @@ class EngineCore:
         """The state after the last step, and what its counters say."""
         executor = self.executor.counters()
         requests = self.requests.count_by_state()
+        adapters = self.requests.adapter_names() if self.config.enable_lora else ((), ())
         return EngineStats(
             num_running_reqs=requests[SequenceStatus.RUNNING],
             num_running_seqs=self.scheduler.num_running_seqs,
@@ -251,6 +252,8 @@ class EngineCore:
             num_ready_buckets=executor.num_ready_buckets,
             is_warming_up=self.executor.is_warming_up,
             num_graphs=executor.num_graphs,
+            running_adapters=adapters[0],
+            waiting_adapters=adapters[1],
             thermal=self._thermal.stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,

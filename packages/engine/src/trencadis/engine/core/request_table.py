@@ -51,7 +51,7 @@ class Entry:
     indices of samples that still generate. ``prompt_counted``: its prompt is in the total of
     prompt tokens. ``was_parked``: also before its first token. How long it waited is not known
     then. ``prompt_logprobs``: what is known of the prompt's, None where they are not asked for, or
-    were reported.
+    were reported. ``lora``: the name of its adapter.
     """
 
     key: str
@@ -64,6 +64,7 @@ class Entry:
     status: RequestStatus = "normal"
     was_parked: bool = False
     prompt_logprobs: PromptScores | None = None
+    lora: str | None = None
 
 
 @attrs.define(eq=False)
@@ -242,6 +243,7 @@ class RequestTable:
             # A request with output was added before, and its first token was reported.
             prompt_counted=bool(request.output_token_ids),
             prompt_logprobs=PromptScores() if _scores_prompt(request) else None,
+            lora=request.lora,
         )
 
     def _schedule(
@@ -304,6 +306,16 @@ class RequestTable:
         entry.prompt_logprobs = None
         del self.scored[entry.key]
         return known.to_bytes()
+
+    def adapter_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of the adapters of requests that were admitted, and of those that were not."""
+        admitted: set[str] = set()
+        waiting = {c.request.lora for c in self.compiling.values() if c.request.lora}
+        for entry in self._entries.values():
+            if entry.lora is not None:
+                states = {group.status for group in entry.groups}
+                (waiting if states == {SequenceStatus.WAITING} else admitted).add(entry.lora)
+        return tuple(sorted(admitted)), tuple(sorted(waiting))
 
     def adapters(self) -> set[str]:
         """The contents of the adapters of all requests."""
