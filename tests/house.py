@@ -353,7 +353,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server.routes": [
         {"context", "docs"},
-        {"admin", "dashboard", "generation_response", "health", "models", "switch"},
+        {"adapters", "admin", "dashboard", "generation_response", "health", "models", "switch"},
         {"chat", "completions", "messages", "pooling", "responses", "tokens"},
         {"invocations"},
     ],

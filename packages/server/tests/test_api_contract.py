@@ -28,6 +28,7 @@ OPERATIONS = (
     *("GET /health", "GET /ping", "GET /ready", "GET /live", "GET /version", "GET /metrics"),
     "GET /load",
     "POST /invocations",
+    *("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"),
 )
 EMBEDDING_OPERATIONS = (
     *("POST /v1/embeddings", "POST /v1/score", "POST /score"),

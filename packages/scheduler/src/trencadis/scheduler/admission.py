@@ -49,8 +49,8 @@ class AdmissionControl:
     when it is overdue, once nothing else runs. One with more than ``max_num_seqs``, or than a
     forced eviction has left, waits until that limit rises.
 
-    A group whose adapter would be one more than ``max_adapters`` is passed over, however many there
-    are, and counts as bypassed like any other. Once it is overdue no group is admitted that has an
+    Groups whose adapters would be more than ``max_adapters`` wait, however many they are, and count
+    as bypassed like any other. Once one is overdue no group is admitted that has an
     adapter, until the groups of one of those in use have ended, so its wait ends, too.
     """
 

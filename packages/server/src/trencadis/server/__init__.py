@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trencadis.server.app import create_app
     from trencadis.server.engine_protocol import (
+        AdapterEngine,
         EmbeddingEngine,
         InspectableEngine,
         PairTokenizer,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AdapterEngine",
     "EmbeddingEngine",
     "InspectableEngine",
     "LaunchError",
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AdapterEngine": "engine_protocol",
     "EmbeddingEngine": "engine_protocol",
     "InspectableEngine": "engine_protocol",
     "LaunchError": "launch",

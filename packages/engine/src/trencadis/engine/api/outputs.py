@@ -130,6 +130,7 @@ class EngineStats:
     - ``num_buckets``, ``num_ready_buckets``: buckets, and those that warm-up has run or traffic has
       compiled. ``is_warming_up``: whether a warm-up in the background has some left.
     - ``num_graphs``: captured graphs.
+    - ``max_adapters``: slots for adapters; 0 for an engine that serves none.
     - ``running_adapters``, ``waiting_adapters``: names of adapters of requests that were admitted,
       and of those that have not started.
     - ``thermal``: None if no temperature is measured.
@@ -175,6 +176,7 @@ class EngineStats:
     num_ready_buckets: int = 0
     is_warming_up: bool = False
     num_graphs: int = 0
+    max_adapters: int = 0
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
     thermal: ThermalStats | None = None

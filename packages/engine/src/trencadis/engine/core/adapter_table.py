@@ -29,7 +29,7 @@ class AdapterTable:
     """Names of adapters. Several may have the same content, which is held once.
 
     A name that is removed leaves its content in use by the requests that had it: `unused` tells
-    what nobody needs any more.
+    what is needed no longer.
     """
 
     def __init__(self) -> None:

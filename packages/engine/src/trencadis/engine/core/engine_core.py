@@ -252,6 +252,7 @@ class EngineCore:
             num_ready_buckets=executor.num_ready_buckets,
             is_warming_up=self.executor.is_warming_up,
             num_graphs=executor.num_graphs,
+            max_adapters=self.config.max_loras if self.config.enable_lora else 0,
             running_adapters=adapters[0],
             waiting_adapters=adapters[1],
             thermal=self._thermal.stats,

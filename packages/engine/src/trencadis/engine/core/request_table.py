@@ -51,7 +51,7 @@ class Entry:
     indices of samples that still generate. ``prompt_counted``: its prompt is in the total of
     prompt tokens. ``was_parked``: also before its first token. How long it waited is not known
     then. ``prompt_logprobs``: what is known of the prompt's, None where they are not asked for, or
-    were reported. ``lora``: the name of its adapter.
+    were reported. ``adapter_name``: that of its adapter, None without one.
     """
 
     key: str
@@ -64,7 +64,7 @@ class Entry:
     status: RequestStatus = "normal"
     was_parked: bool = False
     prompt_logprobs: PromptScores | None = None
-    lora: str | None = None
+    adapter_name: str | None = None
 
 
 @attrs.define(eq=False)
@@ -243,7 +243,7 @@ class RequestTable:
             # A request with output was added before, and its first token was reported.
             prompt_counted=bool(request.output_token_ids),
             prompt_logprobs=PromptScores() if _scores_prompt(request) else None,
-            lora=request.lora,
+            adapter_name=request.lora,
         )
 
     def _schedule(
@@ -312,9 +312,10 @@ class RequestTable:
         admitted: set[str] = set()
         waiting = {c.request.lora for c in self.compiling.values() if c.request.lora}
         for entry in self._entries.values():
-            if entry.lora is not None:
+            if entry.adapter_name is not None:
                 states = {group.status for group in entry.groups}
-                (waiting if states == {SequenceStatus.WAITING} else admitted).add(entry.lora)
+                of_state = waiting if states == {SequenceStatus.WAITING} else admitted
+                of_state.add(entry.adapter_name)
         return tuple(sorted(admitted)), tuple(sorted(waiting))
 
     def adapters(self) -> set[str]:
@@ -471,7 +472,7 @@ def _scheduler_requests(
         best_of=None if params.use_beam_search else params.best_of,
         beam_search=beams,
         priority=request.priority,
-        extra_keys=_extra_keys(request.cache_salt, adapter),
+        extra_keys=_extra_keys(request, adapter),
         reads_prefix_cache=not _scores_prompt(request),
         client=request.client,
         adapter=adapter,
@@ -481,11 +482,12 @@ def _scheduler_requests(
     return [group] if params.needs_ranking else _split_samples(group, max(1, running_limit))
 
 
-def _extra_keys(cache_salt: str | None, adapter: str) -> tuple[str | None, ...]:
+def _extra_keys(request: EngineRequest, adapter: str) -> tuple[str | None, ...]:
     """What requests that share prefixes have in common. No salt can look like an adapter's."""
+    salt = request.cache_salt
     if adapter:
-        return (cache_salt, adapter)
-    return () if cache_salt is None else (cache_salt,)
+        return (salt, adapter)
+    return () if salt is None else (salt,)
 
 
 def _split_samples(request: Request, max_group_size: int) -> list[Request]:

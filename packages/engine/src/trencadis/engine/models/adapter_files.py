@@ -37,7 +37,7 @@ _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 _UNCHANGED_BASES = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` with which PEFT leaves the model's own weights as they are."""
+"""Values of ``init_lora_weights`` with which PEFT does not change the model's own weights."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -221,7 +221,7 @@ def _paired(
         name = key.removeprefix(_PREFIX).removesuffix(suffix)
         if key != f"{_PREFIX}{name}{suffix}":
             raise AdapterError(
-                f"{file} has the tensor {shown(key)}, which is no matrix of LoRA for a linear layer"
+                f"{file} has the tensor {shown(key)}, not a matrix of LoRA for a linear layer"
             )
         if name not in layers:
             raise AdapterError(
