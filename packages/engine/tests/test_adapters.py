@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from trencadis.engine import (
     SamplingParams,
 )
 from trencadis.engine.core.adapter_slots import AdapterSlots
+from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.models import adapter_layers
 
@@ -451,3 +453,40 @@ def test_the_adapter_used_longest_ago_loses_its_slot_unless_it_is_in_use() -> No
     with pytest.raises(RuntimeError, match="2 adapter slots are in use"):
         slots.of_step(["d"], {"a", "c", "d"})
     assert dict(slots.held) == {"c": 1, "a": 2}
+
+
+@pytest.mark.parametrize("stash_bytes", [0, 1 << 30])
+def test_adapters_belong_to_a_model(
+    stash_bytes: int,
+    tiny_model: Path,
+    adapters: dict[str, Path],
+    reference: Reference,
+    make_tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Each model has its own after switches, also where its weights were dropped meanwhile."""
+    other = make_tiny_model(tmp_path / "other", intermediate_size=32)
+    own = save_adapter(other, tmp_path / "own", rank=4, seed=9)
+    first = config(tiny_model, {"a": adapters["adapter-0"]}, served_model_name="first")
+    second = config(other, {"a": own}, served_model_name="second")
+    expected = Reference(other, {"a": own}).tokens("a", (1, 2, 3), NUM_TOKENS)
+    core = EngineCore(first)
+    core.warm_up()
+    switcher = ModelSwitcher(core)
+    core.load_adapter("b", str(adapters["adapter-1"]))
+    core.load_adapter("c", str(shutil.copytree(adapters["adapter-2"], tmp_path / "gone")))
+    shutil.rmtree(tmp_path / "gone")
+    for _ in range(2):
+        switcher.reconfigure_engine(config_payload(second), stash_bytes)
+        assert [each.name for each in core.adapters] == ["a"]
+        request = GenerateRequest((1, 2, 3), GREEDY, lora="a")
+        assert serve(core, {"r": request})["r"] == expected
+        with pytest.raises(AdapterError, match="'b' is not loaded"):
+            core.add("r", GenerateRequest((1, 2, 3), GREEDY, lora="b"))
+        switcher.reconfigure_engine(config_payload(first), stash_bytes)
+        kept = ["a", "b", "c"] if stash_bytes else ["a", "b"]
+        assert sorted(each.name for each in core.adapters) == kept
+        for name, content in (("a", "adapter-0"), ("b", "adapter-1")):
+            found = serve(core, {"r": GenerateRequest((1, 2, 3), GREEDY, lora=name)})
+            assert found["r"] == reference.tokens(content, (1, 2, 3), NUM_TOKENS)
+    core.close()

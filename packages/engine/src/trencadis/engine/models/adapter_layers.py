@@ -10,14 +10,14 @@ it has no rows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trencadis.engine.models.adapter_files import Adapter, LayerShape
+from trencadis.engine.models.adapter_files import Adapter, AdapterPair, LayerShape
 from trencadis.engine.models.decoder_layers import decoder_layers
 
 
@@ -75,13 +75,22 @@ class AdaptedLinear(nn.Module):
 class AdapterLayers:
     """The linear layers in the decoder layers of a model, with ``num_slots`` slots each.
 
-    Made once for a model that is loaded, it replaces these layers. ``shapes``: of the layers, by
+    Made once for a model that is loaded, it replaces these layers. ``upload``: `Device.upload`;
+    ``end_copy``: called after each copy, `Device.mark_step`. ``shapes``: of the layers, by
     their names in the model. ``max_rank``: that of a slot. ``num_loads``: adapters that were copied
     to slots.
     """
 
-    def __init__(self, model: nn.Module, num_slots: int, max_rank: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        num_slots: int,
+        max_rank: int,
+        upload: Callable[[torch.Tensor], torch.Tensor],
+        end_copy: Callable[[], None],
+    ) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
+        self._upload, self._end_copy = upload, end_copy
         self.num_loads = 0
         self.dtype = next(model.parameters()).dtype
         self._layers: dict[str, AdaptedLinear] = {}
@@ -107,34 +116,46 @@ class AdapterLayers:
             self._layers[place] = AdaptedLinear(child, num_rows, self.dtype, device)
             setattr(module, name, self._layers[place])
 
+    @torch.inference_mode()
     def put(self, slot: int, adapter: Adapter) -> None:
         """Copy an adapter to a slot, from 1 to ``num_slots``, unless it is there already."""
         if self._held.get(slot) == adapter.digest:
             return
         self._held.pop(slot, None)  # until all layers have it
-        device = next(iter(self._layers.values())).down.device
-        rows = torch.arange((slot - 1) * self.max_rank, slot * self.max_rank).to(device)
-        for name, layer in self._layers.items():
-            pair = adapter.layers.get(name)
-            for place, held in enumerate((layer.down, layer.up)):
-                of_slot = torch.zeros(self.max_rank, held.shape[1], dtype=held.dtype)
-                if pair is not None:
-                    of_slot[: adapter.rank] = pair[place]
-                held.index_copy_(0, rows, of_slot.to(device))
+        self._copy(slot, adapter.layers)
         self._held[slot] = adapter.digest
         self.num_loads += 1
 
-    def clear(self) -> None:
-        """Forget what the slots hold: their memory was released."""
-        self._held.clear()
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Copy zeros to the first slot as `put` copies an adapter, so that this is compiled."""
+        self._held.pop(1, None)
+        self._copy(1, {})
+
+    def _copy(self, slot: int, pairs: Mapping[str, AdapterPair]) -> None:
+        """Copy matrices to the rows of a slot, and zeros to the others of them.
+
+        The rows are uploaded, so that a device that compiles each operation needs one for all
+        slots.
+        """
+        rows = self._upload(torch.arange((slot - 1) * self.max_rank, slot * self.max_rank))
+        for name, layer in self._layers.items():
+            pair = pairs.get(name)
+            for place, held in enumerate((layer.down, layer.up)):
+                of_slot = torch.zeros(self.max_rank, held.shape[1], dtype=held.dtype)
+                if pair is not None:
+                    of_slot[: len(pair[place])] = pair[place]
+                held.index_copy_(0, rows, self._upload(of_slot))
+                self._end_copy()
 
     def others(self, slots: torch.Tensor) -> torch.Tensor:
         """``[T, S * R]`` bool: true in the rows of slots other than that of a token.
 
         ``slots``: ``[T]``, integers from 0.
         """
-        rows = torch.arange(self.num_slots, device=slots.device).repeat_interleave(self.max_rank)
-        return slots[:, None] != 1 + rows[None, :]
+        numbers = torch.arange(1, 1 + self.num_slots, device=slots.device)
+        is_other = slots[:, None] != numbers
+        return is_other[:, :, None].expand(-1, -1, self.max_rank).flatten(1)
 
 
 def _note_slots(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:

@@ -179,7 +179,10 @@ class Worker:
 
     def _make_slots(self) -> AdapterLayers:
         """Slots for adapters in the model's layers. Raises `ConfigError` for a model without."""
-        layers = AdapterLayers(self._model, self.config.max_loras, self.config.max_lora_rank)
+        config, device = self.config, self.device
+        layers = AdapterLayers(
+            self._model, config.max_loras, config.max_lora_rank, device.upload, device.mark_step
+        )
         if not layers.shapes:
             raise ConfigError(
                 f"{self.spec.source} has no linear layers in decoder layers, which adapters could "
@@ -324,6 +327,8 @@ class Worker:
         compute NaN.
         """
         report = None
+        if self.adapters.layers is not None:
+            self.adapters.layers.warm_up()
         if self._programs.is_complete:
             logger.info("Skipping warmup: the programs were compiled for an earlier model")
         elif self.grids is not None and self.config.warmup == "full":
