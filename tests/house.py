@@ -180,7 +180,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.devices.cpu": [
         {"native_kernel", "packed_linear", "threads"},
         {"native_calls"},
-        {"attention", "tiled_linear"},
+        {"adapter_products", "attention", "tiled_linear"},
         {"recorded_layers"},
         {"device"},
     ],

@@ -139,7 +139,7 @@ def test_requests_without_adapters_compute_nothing_for_them(
     def forbidden(*_: object) -> None:
         raise AssertionError("nothing needs this")
 
-    monkeypatch.setattr("trencadis.engine.models.adapter_layers.AdapterLayers.others", forbidden)
+    monkeypatch.setattr("trencadis.engine.models.adapter_layers.AdapterLayers.rows_of", forbidden)
     plain = EngineCore(config(tiny_model, {}, enable_lora=False))
     requests = {f"{i}": GenerateRequest(p, GREEDY) for i, p in enumerate(prompts(6))}
     assert serve(core, requests) == serve(plain, requests)
@@ -324,14 +324,14 @@ def test_packed_and_tiled_layers(quantization: str, make_tiny_model, tmp_path: P
     pairs = {}
     for name, layer in layers._layers.items():
         rows = torch.randn(1, 5, layer.in_features, generator=draw).bfloat16()
-        adapter_layers._CURRENT.others = None
+        adapter_layers._CURRENT.rows = None
         plain = layer(rows)
         held = core.executor.worker.adapters._adapters
         (content,) = held.values()
         layers.put(3, content)
-        adapter_layers._CURRENT.others = layers.others(torch.tensor([0, 3, 0, 3, 2]))
+        adapter_layers._CURRENT.rows = layers.rows_of(torch.tensor([0, 3, 0, 3, 2]))
         mixed = layer(rows)
-        adapter_layers._CURRENT.others = None
+        adapter_layers._CURRENT.rows = None
         pair = content.layers[name]
         added = (rows.float() @ pair.down.float().t()) @ pair.up.float()
         assert torch.equal(mixed[0, [0, 2, 4]], plain[0, [0, 2, 4]]), "rows without an adapter"
@@ -359,11 +359,11 @@ def test_a_row_does_not_depend_on_the_adapters_of_others(
     rows = torch.randn(6, layer.in_features)
 
     def computed(slots: list[int]) -> torch.Tensor:
-        adapter_layers._CURRENT.others = store.layers.others(torch.tensor(slots))
+        adapter_layers._CURRENT.rows = store.layers.rows_of(torch.tensor(slots))
         try:
             return layer(rows)
         finally:
-            adapter_layers._CURRENT.others = None
+            adapter_layers._CURRENT.rows = None
 
     first, second = computed([1, 2, 0, 3, 1, 0]), computed([1, 3, 0, 3, 2, 8])
     assert torch.equal(first[[0, 2, 3]], second[[0, 2, 3]])

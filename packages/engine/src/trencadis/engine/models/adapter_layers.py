@@ -20,11 +20,19 @@ from torch import nn
 from trencadis.engine.models.adapter_files import Adapter, AdapterPair, LayerShape
 from trencadis.engine.models.decoder_layers import decoder_layers
 
+AdapterKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
+]
+"""Adds to the results of a linear layer, in place, what the adapters of its rows compute.
+
+Arguments: rows and results ``[..., inputs]`` and ``[..., outputs]``; the slots of the rows, int32
+``[T]``; the ranks of the slots from 0, int32 ``[1 + S]``; the layer's ``down`` and ``up``."""
+
 
 class _Current(threading.local):
     """What the decoder layer that this thread computes was given."""
 
-    others: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 _CURRENT = _Current()
@@ -40,8 +48,17 @@ class AdaptedLinear(nn.Module):
     down: torch.Tensor
     up: torch.Tensor
 
-    def __init__(self, base: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        base: Any,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: torch.Tensor,
+        kernel: AdapterKernel | None,
+    ) -> None:
         super().__init__()
+        self._ranks, self._kernel = ranks, kernel
         self.base = base
         self.in_features: int = base.in_features
         self.out_features: int = base.out_features
@@ -63,12 +80,15 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(rows)
-        others = _CURRENT.others
-        if others is None:
+        of_tokens = _CURRENT.rows
+        if of_tokens is None:
+            return out
+        if self._kernel is not None:
+            self._kernel(rows, out, of_tokens, self._ranks, self.down, self.up)
             return out
         inner = F.linear(rows, self.down)
         # Not a product: an overflow in another slot's rows would make it NaN.
-        inner = inner.masked_fill(others.view(*inner.shape[:-1], -1), 0.0)
+        inner = inner.masked_fill(of_tokens.view(*inner.shape[:-1], -1), 0.0)
         return out + inner @ self.up
 
 
@@ -76,7 +96,8 @@ class AdapterLayers:
     """The linear layers in the decoder layers of a model, with ``num_slots`` slots each.
 
     Made once for a model that is loaded, it replaces these layers. ``upload``: `Device.upload`;
-    ``end_copy``: called after each copy, `Device.mark_step`. ``shapes``: of the layers, by
+    ``end_copy``: called after each copy, `Device.mark_step`. ``kernel``: `Device.adapter_kernel`.
+    ``shapes``: of the layers, by
     their names in the model. ``max_rank``: that of a slot. ``num_loads``: adapters that were copied
     to slots.
     """
@@ -88,8 +109,11 @@ class AdapterLayers:
         max_rank: int,
         upload: Callable[[torch.Tensor], torch.Tensor],
         end_copy: Callable[[], None],
+        kernel: AdapterKernel | None = None,
     ) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
+        self._kernel = kernel
+        self._ranks = torch.zeros(1 + num_slots, dtype=torch.int32)
         self._upload, self._end_copy = upload, end_copy
         self.num_loads = 0
         self.dtype = next(model.parameters()).dtype
@@ -113,7 +137,9 @@ class AdapterLayers:
                 continue
             device = next(iter((*child.parameters(), *child.buffers()))).device
             num_rows = self.num_slots * self.max_rank
-            self._layers[place] = AdaptedLinear(child, num_rows, self.dtype, device)
+            self._layers[place] = AdaptedLinear(
+                child, num_rows, self.dtype, device, self._ranks, self._kernel
+            )
             setattr(module, name, self._layers[place])
 
     @torch.inference_mode()
@@ -123,6 +149,7 @@ class AdapterLayers:
             return
         self._held.pop(slot, None)  # until all layers have it
         self._copy(slot, adapter.layers)
+        self._ranks[slot] = adapter.rank
         self._held[slot] = adapter.digest
         self.num_loads += 1
 
@@ -148,11 +175,13 @@ class AdapterLayers:
                 held.index_copy_(0, rows, self._upload(of_slot))
                 self._end_copy()
 
-    def others(self, slots: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
         """``[T, S * R]`` bool: true in the rows of slots other than that of a token.
 
-        ``slots``: ``[T]``, integers from 0.
+        ``slots``: int32 ``[T]``, from 0. A kernel gets them unchanged.
         """
+        if self._kernel is not None:
+            return slots.int()
         numbers = torch.arange(1, 1 + self.num_slots, device=slots.device)
         is_other = slots[:, None] != numbers
         return is_other[:, :, None].expand(-1, -1, self.max_rank).flatten(1)
@@ -160,4 +189,4 @@ class AdapterLayers:
 
 def _note_slots(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
     """Before a decoder layer: its linear layers compute with what the forward pass has."""
-    _CURRENT.others = arguments["paged"].other_slots
+    _CURRENT.rows = arguments["paged"].adapter_rows

@@ -384,8 +384,8 @@ class ForwardRunner:
         tensors = batch.unpack()
         paged = self._device.attention.prepare(tensors.paged, self._dtype)
         if self.adapters is not None and tensors.adapter_slots is not None:
-            others = self.adapters.others(tensors.adapter_slots)
-            paged = attrs.evolve(paged, other_slots=others)
+            rows = self.adapters.rows_of(tensors.adapter_slots)
+            paged = attrs.evolve(paged, adapter_rows=rows)
         out = (model or self._model)(
             input_ids=tensors.token_ids,
             position_ids=tensors.position_ids,

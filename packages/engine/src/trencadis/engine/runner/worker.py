@@ -181,7 +181,12 @@ class Worker:
         """Slots for adapters in the model's layers. Raises `ConfigError` for a model without."""
         config, device = self.config, self.device
         layers = AdapterLayers(
-            self._model, config.max_loras, config.max_lora_rank, device.upload, device.mark_step
+            self._model,
+            config.max_loras,
+            config.max_lora_rank,
+            device.upload,
+            device.mark_step,
+            device.adapter_kernel(self.dtype),
         )
         if not layers.shapes:
             raise ConfigError(
