@@ -253,7 +253,7 @@ class EngineConfig(CapacitySettings):
         boolean(),
         "--enable-lora",
         group=LORA,
-        help="serve adapters (LoRA, as PEFT saves them) beside the model's own weights",
+        help="serve adapters (LoRA)",
     )
     lora_modules: Mapping[str, str] = attrs.field(
         factory=dict,
@@ -266,7 +266,7 @@ class EngineConfig(CapacitySettings):
             parse=parse_module,
             repeated=True,
             several=True,
-            help="an adapter to load at start, and the name under which clients address it",
+            help="adapters that are loaded at start",
             default="none",
         ),
     )
@@ -276,7 +276,7 @@ class EngineConfig(CapacitySettings):
         "--max-loras",
         metavar="N",
         group=LORA,
-        help="slots: most adapters in one step; a request for another one waits",
+        help="most adapters in one step",
     )
     max_lora_rank: int = setting_field(
         16,
@@ -284,7 +284,7 @@ class EngineConfig(CapacitySettings):
         "--max-lora-rank",
         metavar="N",
         group=LORA,
-        help="rank of a slot: the highest that an adapter may have",
+        help="highest rank of an adapter",
     )
     max_cpu_loras: int | None = setting_field(
         None,
@@ -292,7 +292,7 @@ class EngineConfig(CapacitySettings):
         "--max-cpu-loras",
         metavar="N",
         group=LORA,
-        help="most adapters that are loaded, in host memory, at least --max-loras",
+        help="most adapters in host memory",
         default="any number",
     )
     device: str | Device = setting_field(
