@@ -23,6 +23,7 @@ from trencadis.engine import (
     GenerateRequest,
     InvalidRequest,
     SamplingParams,
+    default_model,
 )
 from trencadis.engine.core.adapter_slots import AdapterSlots
 from trencadis.engine.core.config_payload import config_payload
@@ -489,4 +490,80 @@ def test_adapters_belong_to_a_model(
         for name, content in (("a", "adapter-0"), ("b", "adapter-1")):
             found = serve(core, {"r": GenerateRequest((1, 2, 3), GREEDY, lora=name)})
             assert found["r"] == reference.tokens(content, (1, 2, 3), NUM_TOKENS)
+    core.close()
+
+
+@pytest.mark.slow
+def test_forty_adapters_of_many_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    """In batches of 32 rows with 8 adapters, with preemption, prefix hits, loads and unloads."""
+    draw = random.Random(40)
+    folders = {
+        f"{number}": save_adapter(
+            tiny_model,
+            tmp_path / f"{number}",
+            rank=(rank := draw.randint(4, 64)),
+            seed=number,
+            size=1 / rank**0.5,
+            use_rslora=draw.random() < 0.3,
+        )
+        for number in range(40)
+    }
+    reference = Reference(tiny_model, folders)
+    core = EngineCore(
+        config(
+            tiny_model,
+            {},
+            max_num_seqs=32,
+            max_num_batched_tokens=64,
+            num_blocks=70,
+            num_host_blocks=40,
+        )
+    )
+    core.warm_up()
+    shared = prompts(30, seed=8)
+    for number in range(8):
+        loaded = draw.sample(sorted(folders), 12)
+        for name in loaded:
+            core.load_adapter(name, str(folders[name]))
+        asked = {f"{number}/{i}": (draw.choice(loaded), draw.choice(shared)) for i in range(64)}
+        for key, (name, prompt) in asked.items():
+            core.add(key, GenerateRequest(prompt, GREEDY, lora=name))
+        found: dict[str, list[int]] = {key: [] for key in asked}
+        for name in loaded[:6]:
+            core.unload_adapter(name)
+        while core.has_work:
+            for token in core.step():
+                found[token.key].append(token.token_id)
+        for key, (name, prompt) in asked.items():
+            assert found[key] == reference.tokens(name, prompt, NUM_TOKENS), (key, name)
+        for name in loaded[6:]:
+            core.unload_adapter(name)
+    assert core.stats.num_preemptions > 0
+    assert core.stats.num_prefix_hit_tokens > 0
+    assert not core.executor.worker.adapters._adapters
+    core.close()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_real_model_has_the_tokens_of_peft(tmp_path: Path) -> None:
+    model = Path(default_model())
+    folders = {
+        f"{rank}": save_adapter(model, tmp_path / f"{rank}", rank=rank, seed=rank, size=0.05)
+        for rank in (4, 16, 64)
+    }
+    reference = Reference(model, folders)
+    core = EngineCore(config(model, folders, max_loras=3))
+    core.warm_up()
+    asked = {
+        f"{name}/{i}": (name, prompt)
+        for name in (*folders, None)
+        for i, prompt in enumerate(prompts(3, seed=2))
+    }
+    found = serve(
+        core,
+        {key: GenerateRequest(prompt, GREEDY, lora=name) for key, (name, prompt) in asked.items()},
+    )
+    for key, (name, prompt) in asked.items():
+        assert found[key] == reference.tokens(name, prompt, NUM_TOKENS), key
     core.close()
