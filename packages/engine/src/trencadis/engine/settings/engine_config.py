@@ -156,9 +156,14 @@ def parse_module(text: str) -> tuple[str, str]:
     return name, directory
 
 
+def _is_pair_of_texts(value: object) -> bool:
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    return is_pair and all(isinstance(each, str) for each in value)
+
+
 def _modules(value: Any) -> Any:
     """Pairs of names and directories, as flags give them, as a mapping."""
-    if not isinstance(value, tuple):
+    if not isinstance(value, tuple) or not all(map(_is_pair_of_texts, value)):
         return value
     names = [name for name, _ in value]
     repeated = next((name for name in names if names.count(name) > 1), None)
