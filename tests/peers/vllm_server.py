@@ -23,6 +23,10 @@ PASSED = {
     "--enable-auto-tool-choice": 0,
     "--enable-chunked-prefill": 0,
     "--enable-force-include-usage": 0,
+    "--enable-prompt-tokens-details": 0,
+    "--enable-request-id-headers": 0,
+    "--enable-server-load-tracking": 0,
+    "--enable-tokenizer-info-endpoint": 0,
     "--enforce-eager": 0,
     "--host": 1,
     "--max-model-len": 1,
@@ -31,6 +35,7 @@ PASSED = {
     "--no-async-scheduling": 0,
     "--no-enable-prefix-caching": 0,
     "--reasoning-parser": 1,
+    "--return-tokens-as-token-ids": 0,
     "--root-path": 1,
     "--runner": 1,
     "--seed": 1,
@@ -42,16 +47,12 @@ PASSED = {
 
 DROPPED = {
     "--dtype": 1,  # of the tests' GPU
-    "--enable-prompt-tokens-details": 0,  # is always on
     "--gpu-memory-utilization": 1,  # of the tests' GPU
     "--load-format": 1,
     "--structured-outputs-config.backend": 1,  # here is one
     "--tensor-parallel-size": 1,
     "--trust-remote-code": 0,  # the small model has none
     "--max-logprobs": 1,
-    "--return-tokens-as-token-ids": 0,
-    "--enable-tokenizer-info-endpoint": 0,
-    "--enable-request-id-headers": 0,
     "--enable-log-requests": 0,
     "--show-hidden-metrics-for-version": 1,
     "--no-enable-log-requests": 0,
@@ -65,7 +66,6 @@ DROPPED = {
     "--reasoning-config": 1,
     "--enable-scale-out": 0,
     "--enable-metrics": 0,
-    "--enable-server-load-tracking": 0,  # is always on
     "--chat-template-content-format": 1,
     "--trust-request-chat-template": 0,
 }
@@ -141,7 +141,7 @@ class RemoteOpenAIServer:
             flags += ["--served-model-name", model]
         if seed is not None:
             flags += ["--seed", str(seed)]
-        key = tuple(flags)
+        key = (*flags, *(f"{name}={value}" for name, value in (env_dict or {}).items()))
         if key not in _servers or _servers[key].process.poll() is not None:
             while len(_servers) >= KEPT:
                 _servers.popitem(last=False)[1].kill()

@@ -19,6 +19,7 @@ from trencadis.bucketing import (
     padding_aware_range,
 )
 from trencadis.bucketing.strategies import padded
+from trencadis.bucketing.strategies.optimal_partition import padding_costs
 
 
 def padding(values: tuple[int, ...], lengths: list[int], weights: list[float]) -> float:
@@ -234,6 +235,28 @@ def test_a_fit_with_a_tail_costs_as_little_as_exhaustive_search(
         for candidate in ranges
         if cost(candidate, lengths, weights, tail) <= least + 1e-9 * (1 + least)
     )
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=12
+    ),
+    st.sampled_from([0.0, 0.5, 3.0]),
+)
+def test_a_bucket_costs_the_padding_of_its_batches_and_the_squares(
+    batches: list[tuple[int, int, int]], tail: float
+) -> None:
+    edges = np.arange(10, 50, 10)
+    lengths, others, weights = (np.array(column) for column in zip(*batches, strict=True))
+    positions = np.searchsorted(edges, lengths)
+    costs = padding_costs(
+        edges, positions, *(x.astype(float) for x in (others, lengths * others, weights)), tail
+    )
+    for begin, end in itertools.combinations_with_replacement(range(len(edges)), 2):
+        held = (positions >= begin) & (positions <= end)
+        pads = (edges[end] - lengths) * others
+        expected = (weights * (pads + tail * pads**2))[held].sum()
+        assert costs[begin, end] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_tail_lowers_the_worst_padding_of_a_rare_length() -> None:

@@ -43,7 +43,7 @@ def host() -> Iterator[ModuleType]:
 
 
 def made(host: ModuleType, num_blocks: int = 600, **changes: Any) -> Any:
-    configured = {"merged_prefill": False, "use_contiguous_pa": True}
+    configured = {"merged_prefill": False, "use_contiguous_pa": True, "enable_fsdpa_slicing": False}
     config = importlib.import_module("vllm_gaudi.extension.runtime").CONFIG
     given = {name: changes.pop(name) for name in configured if name in changes}
     config.__dict__.update({**configured, **given})
@@ -72,6 +72,7 @@ def test_every_shape_within_the_limits_has_a_bucket_that_was_prepared(
         assert bucket[1] == 1
         assert bucket[0] >= batch
         assert bucket[2] >= blocks
+        assert contiguous or bucket[0] <= bucket[2]
     assert (manager.prompt_buckets, manager.decode_buckets) == (prompts, decodes)
     assert not manager.asked
     assert manager.logged == [True, False]
@@ -84,6 +85,46 @@ def test_decode_buckets_end_with_the_cache_or_with_three_times_its_pairs(host: M
     pairs.skip_decode_block_clamp = True
     pairs.generate_decode_buckets()
     assert max(blocks for _, _, blocks in pairs.decode_buckets) == 16 * 32
+
+
+@pytest.mark.parametrize("strategy", ["exp", "lin", "pad"])
+def test_a_bucket_of_pairs_has_a_block_for_each_sequence(
+    host: ModuleType, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """The plugin's warm-up asserts it."""
+    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", strategy)
+    manager = made(host, num_blocks=50, max_num_seqs=256, use_contiguous_pa=False)
+    assert all(batch <= blocks for batch, _, blocks in manager.decode_buckets)
+    assert manager.find_decode_bucket(256, 256) in manager.decode_buckets
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_wrong"),
+    [
+        ("VLLM_BUCKETING_STRATEGY", "pad", False),
+        ("VLLM_BUCKETING_STRATEGY", "exp", True),
+        ("VLLM_PROMPT_BUCKETING_STRATEGY", "lin", True),
+        ("VLLM_BUCKETING_FROM_FILE", "buckets.txt", True),
+    ],
+)
+def test_slices_of_fused_attention_need_the_strategy_that_they_mask(
+    host: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str,
+    value: str,
+    is_wrong: bool,
+) -> None:
+    (tmp_path / "buckets.txt").write_text("(1, [256, 2048], [0, 32])\n([1, 16], 1, [100, 600])\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "pad")
+    monkeypatch.setenv(variable, value)
+    if not is_wrong:
+        assert made(host, enable_fsdpa_slicing=True).prompt_buckets
+        return
+    with pytest.raises(BucketingError, match="slices of FusedSDPA"):
+        made(host, enable_fsdpa_slicing=True)
+    assert made(host).prompt_buckets
 
 
 def test_the_variables_of_this_library_are_read(
@@ -156,6 +197,14 @@ def test_queries_are_whole_chunks_and_slices(host: ModuleType) -> None:
     assert any(query % 1024 for _, query, context in sliced if context)
 
 
+@pytest.mark.parametrize("most", [2000, 1100])
+def test_no_query_is_longer_than_a_sequence(host: ModuleType, most: int) -> None:
+    limits = {"mamba_chunk_size": 256, "mamba_chunk_size_is_explicit": True, "max_model_len": most}
+    sliced = {"use_sliding_window": True, "slice_thld": 512, "slice_size": 1024}
+    for changes in (limits, {**sliced, "max_model_len": most}):
+        assert max(query for _, query, _ in made(host, **changes).prompt_buckets) <= most
+
+
 def test_merged_prefill_has_the_plugin_s_buckets(host: ModuleType) -> None:
     assert made(host, merged_prefill=True).prompt_buckets == [(1, 7, 0)]
 
@@ -178,18 +227,25 @@ def test_a_manager_that_is_off_finds_what_it_is_asked(host: ModuleType) -> None:
     ],
 )
 def test_vllm_s_loader_replaces_the_class_where_the_switch_says_so(
-    host: ModuleType, monkeypatch: pytest.MonkeyPatch, switch: str, is_replaced: bool
+    host: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    switch: str,
+    is_replaced: bool,
 ) -> None:
     from trencadis.bucketing import vllm_plugin
 
     plugin: Any = importlib.import_module("vllm_gaudi.extension.bucketing.common")
     own = plugin.HPUBucketingManager
-    runner: Any = ModuleType("vllm_gaudi.v1.worker.hpu_model_runner")
-    runner.HPUBucketingManager = own
     monkeypatch.setattr(plugin, "HPUBucketingManager", own)
-    monkeypatch.setitem(sys.modules, runner.__name__, runner)
+    modules: list[Any] = [plugin]
+    for name in ("hpu_model_runner", "hpu_worker"):
+        module: Any = ModuleType(f"vllm_gaudi.v1.worker.{name}")
+        module.HPUBucketingManager = own
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        modules.append(module)
     monkeypatch.setenv(vllm_plugin.SWITCH, switch)
     vllm_plugin.install()
     expected = host.BucketingManager if is_replaced else own
-    assert plugin.HPUBucketingManager is expected
-    assert runner.HPUBucketingManager is expected
+    assert all(module.HPUBucketingManager is expected for module in modules)
+    assert ("has ['other']: it may have buckets" in caplog.text) is ("other" in switch)

@@ -59,7 +59,7 @@ def finish(core: EngineCore) -> dict[str, list[Any]]:
             break
         for token in core.step():
             timeless = msgspec.structs.replace(
-                token, queue_s=None, away_s=0.0, request_status="normal"
+                token, queue_s=None, away_s=0.0, num_preemptions=0, request_status="normal"
             )
             reported.setdefault(token.key, []).append(timeless)
     assert not core.has_work

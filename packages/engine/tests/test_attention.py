@@ -278,6 +278,11 @@ def test_decode_reads_only_the_blocks_of_a_window(
             torch.testing.assert_close(out[row], case.expected(row)[-1], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "attention",
+    [attention for attention in FORMULATIONS if attention.scores_shared],
+    ids=lambda attention: type(attention).__name__,
+)
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=5),
@@ -289,6 +294,7 @@ def test_decode_reads_only_the_blocks_of_a_window(
     features,
 )
 def test_shared_blocks_are_scored_for_every_sequence(
+    attention: Attention,
     own: list[int],
     heads: tuple[int, int],
     num_common: int,
@@ -299,7 +305,7 @@ def test_shared_blocks_are_scored_for_every_sequence(
 ) -> None:
     common = 4 * num_common
     lengths = [common + length for length in own]
-    case = Sequences(lengths, *heads, torch.float32, RowAttention(), **features)
+    case = Sequences(lengths, *heads, torch.float32, attention, **features)
     for row in range(1, len(own)):
         case.tables[row][:num_common] = case.tables[0][:num_common]
         case.k[row][:, :common] = case.k[0][:, :common]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 
 import attrs
@@ -13,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from trencadis.bucketing import AxisConfig, BucketingConfig
 from trencadis.engine import (
     LLM,
+    STEP_TOKENS,
     BatchControl,
     ConfigError,
     EngineConfig,
@@ -23,6 +27,7 @@ from trencadis.engine import (
     ModelError,
     NewToken,
     SamplingParams,
+    StructuredOutput,
 )
 from trencadis.engine.runner.model_input import ModelInput
 from trencadis.engine.runner.step import StepInput
@@ -524,6 +529,23 @@ def test_prefix_hits_are_counted_by_the_tokens_of_prompts(tiny_model: Path, cach
     assert stats.num_prefix_query_tokens == (60 if caches else 0)
     assert stats.num_prefix_hit_tokens == (24 if caches else 0), "three full blocks of 8 tokens"
     assert stats.block_size == 8
+    first, later = (30, 6 if caches else 30)
+    steps = Counter(bisect_left(STEP_TOKENS, prompt + 1) for prompt in (first, later))
+    steps[0] = stats.num_generation_tokens - 2
+    assert stats.num_steps_by_tokens == tuple(steps[i] for i in range(len(STEP_TOKENS) + 1))
+
+
+def test_a_request_whose_grammar_is_compiled_waits_for_it(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings()))
+    monkeypatch.setattr(core.requests._grammars, "compile", lambda *_: Future())
+    form = StructuredOutput(json_object=True)
+    core.add("a", GenerateRequest((1, 2, 3), SamplingParams(structured_output=form)))
+    core.add("b", GenerateRequest((1, 2, 3), GREEDY))
+    assert (core.stats.num_waiting_reqs, core.stats.num_compiling_reqs) == (2, 1)
+    core.abort("a")
+    assert (core.stats.num_waiting_reqs, core.stats.num_compiling_reqs) == (1, 0)
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 64])
@@ -552,6 +574,7 @@ def test_a_request_that_is_preempted_by_its_key_keeps_its_tokens_which_say_so(
     assert {token.request_status for token in calm} == {"normal"}
     status = "swapped" if num_host_blocks else "preempted"
     assert {token.request_status for token in tokens} == {status}
+    assert (calm[-1].num_preemptions, tokens[-1].num_preemptions) == (0, 1)
     assert tokens[0].queue_s is not None
     stats = core.stats
     assert stats.num_swap_out_bytes == stats.num_swap_in_bytes

@@ -405,3 +405,11 @@ def test_messages_that_the_template_rejects_are_the_clients_error(tokenizer: Tok
 def test_missing_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no usable tokenizer"):
         Tokenizer.load(str(tmp_path))
+
+
+def test_a_tokenizer_describes_itself_without_paths(tokenizer: Tokenizer, tiny_model: Path) -> None:
+    told = json.dumps(tokenizer.configuration)
+    described = json.loads(told)
+    assert described["tokenizer_class"]
+    assert set(map(type, described["added_tokens_decoder"].values())) == {str}
+    assert str(tiny_model) not in told

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.bucketing import AxisConfig, BucketingConfig
-from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
+from trencadis.engine import (
+    EngineConfig,
+    EngineCore,
+    GenerateRequest,
+    PositionLogprobs,
+    SamplingParams,
+)
 from trencadis.engine.devices import CPUDevice, Device, HPUDevice, PendingCopy
 from trencadis.engine.runner import device_sampler
 from trencadis.engine.runner.device_sampler import DeviceSampler
@@ -147,16 +153,23 @@ def test_large_vocabularies_too_with_nuclei_of_every_size(spread: float) -> None
 
 
 def test_log_probabilities_are_those_of_the_host() -> None:
-    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(2))
-    asked = [row(3, logprobs=20, logit_bias={7: 3.0}), row(4)]
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(2))
+    listed = row(3, logprobs=2, logprob_token_ids=(299, 0, 7))
+    asked = [row(3, logprobs=20, logit_bias={7: 3.0}), row(4), listed]
     host, device = both(logits, asked)
-    found, expected = device[0].tokens[0].logprobs, host[0].tokens[0].logprobs
+    assert [t.token_id for t in device[2].tokens[0].logprobs.top] == [299, 0, 7]
+    of_rows = [(device[i].tokens[0].logprobs, host[i].tokens[0].logprobs) for i in (0, 2)]
+    for found, expected in of_rows:
+        assert_close(found, expected)
+    assert device[1].tokens[0].logprobs is None
+
+
+def assert_close(found: PositionLogprobs, expected: PositionLogprobs) -> None:
     assert [t.token_id for t in found.top] == [t.token_id for t in expected.top]
     for ours, theirs in zip(
         (found.chosen, *found.top), (expected.chosen, *expected.top), strict=True
     ):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
-    assert device[1].tokens[0].logprobs is None
 
 
 def test_samples_that_share_a_prompt_are_drawn_from_one_row() -> None:

@@ -45,6 +45,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "edit": {"temperature": 0, "logit_bias": {3: 2.0}, "repetition_penalty": 1.2},
     "mask": {"temperature": 0},
     "report": {"temperature": 0, "logprobs": 2},
+    "report listed": {"temperature": 0, "logprobs": 0, "logprob_token_ids": (7,)},
     "log-softmax": {"use_beam_search": True},
     "rank": {"use_beam_search": True},
 }

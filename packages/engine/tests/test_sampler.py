@@ -192,6 +192,18 @@ def test_logprobs_are_those_of_the_unmodified_logits() -> None:
     assert token.logprobs.top[0].logprob == pytest.approx(math.log(0.5), abs=1e-5)
 
 
+def test_logprobs_of_listed_tokens_are_those_of_the_unmodified_logits() -> None:
+    asked = row(temperature=0.0, logit_bias={2: 100.0}, logprobs=0, logprob_token_ids=(1, 0))
+    (token,) = sample(LOGITS[None] + 3.0, [asked])
+    assert token.logprobs is not None
+    assert token.logprobs.chosen == attrs.evolve(token.logprobs.chosen, token_id=2)
+    expected = torch.log_softmax(LOGITS, -1)
+    assert [(one.token_id, pytest.approx(one.logprob)) for one in token.logprobs.top] == [
+        (1, expected[1].item()),
+        (0, expected[0].item()),
+    ]
+
+
 def test_logits_are_not_changed() -> None:
     logits = LOGITS[None].clone()
     sample(logits, [row(output=(0,), frequency_penalty=1.0, logit_bias={1: 5.0}, top_p=0.5)])
@@ -237,6 +249,8 @@ def test_seeds_past_the_last_are_refused() -> None:
         ("min_p", 0.1, {"use_beam_search": True}),
         ("stop", ("a",), {"use_beam_search": True}),
         ("logprobs", 0, {"use_beam_search": True}),
+        ("logprob_token_ids", (1,), {}),
+        ("logprob_token_ids", (1,), {"use_beam_search": True}),
     ],
 )
 def test_what_contradicts_the_kind_of_search_is_named(
@@ -287,6 +301,7 @@ VALUES = {
     **{"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False},
     **{"logprobs": 1, "prompt_logprobs": 1, "logit_bias": {1: 1.0}},
     "allowed_token_ids": (1, 2),
+    "logprob_token_ids": (1, 2),
     "bad_words": ("no",),
     "structured_output": StructuredOutput(regex="a"),
 }
@@ -297,7 +312,7 @@ def test_the_rows_whose_logits_a_parameter_changes_are_looked_at() -> None:
     """`SampleSettings.changes_logits` names the parameters that `logit_edits` reads."""
     assert VALUES.keys() == {field.name for field in attrs.fields(SamplingParams)}
     for name, value in VALUES.items():
-        others = {"use_beam_search": True, "n": 2} if name in BEAM_SEARCH else {}
+        others = NEEDED.get(name, {})
         asked = row(prompt=(1, 2), output=(3, 3), **{**others, name: value})
         has_edits = bool(_edits_of(with_history(asked, (1, 2, 3, 3))))
         assert has_edits <= asked.samples[0].changes_logits, name
@@ -308,4 +323,10 @@ def with_history(asked: RowRequest, tokens: tuple[int, ...]) -> RowRequest:
     return asked._replace(samples=(attrs.evolve(asked.samples[0], history=tokens),))
 
 
-BEAM_SEARCH = ("length_penalty", "early_stopping")
+_BEAMS = {"use_beam_search": True, "n": 2}
+NEEDED = {
+    "length_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "logprob_token_ids": {"logprobs": 0},
+}
+"""What a parameter needs besides."""

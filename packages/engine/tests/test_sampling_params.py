@@ -43,6 +43,7 @@ CASES = [
     ("stop_token_ids", range(4097)),
     *(("allowed_token_ids", value) for value in ([1.5], 7, "77", ["7"], [True], [-1], [HUGE])),
     *(("allowed_token_ids", value) for value in ([], range(4097))),
+    *(("logprob_token_ids", value) for value in ([1.5], 7, "7", [True], [-1], [HUGE], range(129))),
     *(("bad_words", value) for value in ("no", 7, [7], [b"no"], [""], ["  "], ["\ud800"], [None])),
     *(("bad_words", value) for value in (["a" * 129], ["a"] * 257)),
     ("logit_bias", dict.fromkeys(range(4097), 1.0)),

@@ -20,7 +20,16 @@ def caches(num_blocks: int, layers: int = 2) -> list[tuple[Any, Any]]:
 class Traffic:
     """vLLM's allocator, as the runner sees it: ids of blocks, some of whose content is kept."""
 
-    def __init__(self, defragmenter: Any, num_blocks: int, seed: int, *, keeps: bool) -> None:
+    def __init__(
+        self,
+        defragmenter: Any,
+        num_blocks: int,
+        seed: int,
+        *,
+        keeps: bool,
+        ids_return: bool = True,
+    ) -> None:
+        self.ids_return = ids_return
         self.defragmenter = defragmenter
         self.rng = random.Random(seed)
         self.keeps = keeps
@@ -40,7 +49,10 @@ class Traffic:
                     del self.users[block]
                     self.free.append(block)
         self.num_steps += 1
-        new = {f"{self.num_steps}-{i}": self._given() for i in range(rng.randint(0, 3))}
+        # An id may come again in the step in which it ends.
+        names = [f"{self.num_steps}-{i}" for i in range(rng.randint(0, 3))]
+        names += [name for name in finished if self.ids_return and rng.random() < 0.3]
+        new = {name: self._given() for name in names}
         more = {name: self._given(1) for name in self.requests if rng.random() < 0.3}
         for name, blocks in (new | more).items():
             self.requests.setdefault(name, []).extend(blocks)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.kvcache import BlockPool, InvalidBlock, InvalidSetting, OutOfBlocks
-from trencadis.kvcache.prefix_cache import BlockKey
+from trencadis.kvcache.block_key import BlockKey
 
 
 def key(name: str) -> BlockKey:
@@ -207,6 +207,7 @@ def test_a_map_shows_each_block_once_in_a_bounded_number_of_cells(
     shown = pool.block_map(max_cells)
 
     assert len(shown.used) == len(shown.cached) <= max_cells
+    assert shown.blocks_per_cell == -(-(num_blocks - 1) // max_cells), "as many cells as asked"
     for i, (num_used, num_cached) in enumerate(zip(shown.used, shown.cached, strict=True)):
         start = 1 + i * shown.blocks_per_cell
         cell = set(blocks) & set(range(start, start + shown.blocks_per_cell))

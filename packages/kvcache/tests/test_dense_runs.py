@@ -36,6 +36,7 @@ from trencadis.kvcache import (
     defrag,
     split_to_plan_sizes,
 )
+from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.prefix_cache import blake2b_digest
 
 NUM_RUNS = 400
@@ -137,6 +138,7 @@ class Run:
             num_host_blocks=rng.choice((0, *[rng.randint(1, 16)] * 4)),
             enable_prefix_caching=rng.random() < 0.8,
             decode_buckets=rng.choice(((), (), (2, 4, 8))),
+            record_events=True,
         )
         governor = None
         if rng.random() < 0.5:
@@ -154,6 +156,7 @@ class Run:
         self.tenants = TENANTS[: rng.randint(1, 3)]
         self.padded = rng.random() < 0.5
         self.memory = make_memory(self.config, rng)
+        self.told: dict[bytes, BlockKey] = {}
         self.sequences: dict[int, Expected] = {}
         self.plan = CopyPlan()
         self.next_id = -1
@@ -177,6 +180,25 @@ class Run:
         for action in self.rng.choices(list(weights), list(weights.values()), k=count):
             action()
             self.check_blocks()
+            if self.rng.random() < 0.5:
+                self.check_events()
+
+    def check_events(self) -> None:
+        """What the events have told is what the prefix cache has."""
+        events = self.manager.take_events()
+        if events.cleared:
+            self.told.clear()
+        for digest in events.removed:
+            del self.told[digest]
+        for key in events.stored:
+            assert key.digest not in self.told
+            self.told[key.digest] = key
+        index = self.manager.pool.prefix_index
+        cached = [index.key_of(block) for block in range(self.config.num_blocks)]
+        held = {key.digest: key for key in cached if key is not None}
+        assert self.told.keys() == held.keys()
+        assert all(key.same_as(held[digest]) for digest, key in self.told.items())
+        assert not self.manager.take_events()
 
     def end(self) -> None:
         """Free all sequences but one, which must come back; then no block is left in use."""

@@ -7,9 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.kvcache import RequestHasher
+from trencadis.kvcache import BlockManager, CacheConfig, RequestHasher, decode_extra_keys
+from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.config import PADDING_BLOCK
-from trencadis.kvcache.prefix_cache import BlockKey, PrefixCache, PrefixIndex, blake2b_digest
+from trencadis.kvcache.prefix_cache import (
+    PrefixCache,
+    PrefixIndex,
+    blake2b_digest,
+    encode_extra_keys,
+)
 
 
 def constant_digest(parent: bytes, content: bytes) -> bytes:
@@ -133,3 +139,44 @@ def test_within_a_window_a_block_of_the_same_tokens_and_digest_may_have_another_
     hasher, index = RequestHasher(1, constant_digest), PrefixIndex()
     index.register(hasher([5]).blocks[0], 7)
     assert index.match_within(hasher([1, 5]).blocks, lambda n: max(0, n - 1)) == []
+
+
+def test_events_are_of_content_and_bounded_by_the_cache() -> None:
+    """Whoever takes them late is told what has changed, not everything that happened."""
+    config = CacheConfig(num_blocks=5, block_size=4, record_events=True)
+    manager = BlockManager(config)
+    for number in range(200):
+        prompt = list(range(number, number + 8))
+        manager.allocate(number, prompt, extra_keys=("salt", number))
+        manager.mark_computed(number, 8)
+        manager.free(number)
+    events = manager.take_events()
+    assert not events.cleared
+    assert events.removed == ()
+    assert len(events.stored) == config.num_blocks - 1
+    assert {decode_extra_keys(key.extra) for key in events.stored} <= {
+        ("salt", number) for number in range(200)
+    }
+    first = next(key for key in events.stored if key.parent is None)
+    assert list(array("i", first.tokens)) == list(range(first.tokens[0], first.tokens[0] + 4))
+    manager.reset_prefix_cache()
+    assert manager.take_events().cleared
+    assert not manager.take_events()
+
+
+def test_a_manager_records_nothing_unless_it_is_asked_to() -> None:
+    manager = BlockManager(CacheConfig(num_blocks=5, block_size=4))
+    manager.allocate(1, range(8))
+    manager.mark_computed(1, 8)
+    assert not manager.take_events()
+
+
+@pytest.mark.parametrize("keys", [(), ("a",), ("a", 1, True, None, b"x", 1.5, ("y", ("z",)))])
+def test_extra_keys_are_told_as_they_were_given(keys: tuple[Any, ...]) -> None:
+    told = decode_extra_keys(encode_extra_keys(keys))
+    assert told == keys
+    assert repr(told) == repr(keys)
+
+
+def test_extra_keys_that_no_literal_says_are_one_text() -> None:
+    assert decode_extra_keys(encode_extra_keys((float("inf"),))) == ("(inf,)",)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trencadis.kvcache import BlockManager, CacheConfig, RequestHasher
-from trencadis.kvcache.prefix_cache import BlockKey, ReuseEstimator
+from trencadis.kvcache.block_key import BlockKey
+from trencadis.kvcache.prefix_cache import ReuseEstimator
 
 
 def keys(count: int) -> list[BlockKey]:

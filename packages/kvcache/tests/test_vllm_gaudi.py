@@ -89,11 +89,60 @@ def test_latent_caches_have_no_values(host: ModuleType) -> None:
     assert (held[0][0][SIZE : 2 * SIZE] == 7.0).all()
 
 
-def test_a_block_that_no_request_has_is_its_own_place(host: ModuleType) -> None:
+def test_a_block_that_no_request_has_shares_no_place(host: ModuleType) -> None:
     configure()
     defragmenter = host.OnlineDefragmenter(caches(20), SIZE)
-    defragmenter.update_state({"a": [7, 0]}, [])
-    assert defragmenter.resolve_all([[7, 0], [12]]) == [[1, 0], [12]]
+    assert defragmenter.resolve_all([[7, 0], [20]]) == [[7, 0], [20]]
+    defragmenter.update_state({"a": [7, 0, 9]}, [])
+    assert defragmenter.resolve_all([[7, 0, 9], [12]]) == [[1, 0, 2], [12]]
+    places = [defragmenter.resolve(block) for block in range(21)]
+    assert sorted(places) == list(range(21))
+
+
+def test_an_id_that_ends_and_comes_again_in_one_step_keeps_its_new_blocks(
+    host: ModuleType,
+) -> None:
+    configure()
+    defragmenter = host.OnlineDefragmenter(caches(40), SIZE)
+    defragmenter.update_state({"a": [1], "other": [30]}, [])
+    defragmenter.update_state({"a": [1, 5]}, ["a"])
+    places = [defragmenter.resolve(block) for block in (1, 5, 30)]
+    assert len(set(places)) == 3
+    defragmenter.update_state({"b": [6, 7]}, [])
+    assert [defragmenter.resolve(block) for block in (1, 5, 30)] == places
+    assert defragmenter.req_blocks == {"a": [1, 5], "other": [30], "b": [6, 7]}
+
+
+@pytest.mark.parametrize("rows", [801, 21 * SIZE, 2 * SIZE])
+def test_a_model_whose_caches_differ_is_not_defragmented(
+    host: ModuleType, rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As those with state layers, and one whose cache is no block long."""
+    configure()
+    held = caches(40)
+    if rows != 2 * SIZE:
+        held.append((torch.zeros(rows, 3), torch.zeros(rows, 3)))
+    else:
+        held = [(torch.zeros(rows, 3), None)]
+    defragmenter = host.OnlineDefragmenter(held, SIZE)
+    assert not defragmenter.enabled
+    assert "Defragmentation is off" in caplog.text
+    defragmenter.update_state({"a": [7]}, [])
+    defragmenter.defragment()
+    defragmenter.warmup()
+    assert defragmenter.resolve(7) == 7
+
+
+def test_layers_that_share_a_cache_move_it_once(host: ModuleType) -> None:
+    configure(VLLM_DEFRAG_THRESHOLD=1, prefix_caching=True)
+    held = caches(30, layers=1) * 2
+    defragmenter = host.OnlineDefragmenter(held, SIZE)
+    defragmenter.update_state({"a": [1, 2, 3, 4], "b": [9]}, [])
+    held[0][0][5 * SIZE : 6 * SIZE] = 7.0
+    defragmenter.update_state({}, ["a"])
+    defragmenter.defragment()  # with the content of block 1, which may be wanted
+    assert defragmenter.resolve(9) == 1
+    assert (held[0][0][SIZE : 2 * SIZE] == 7.0).all()
 
 
 def test_defragmentation_that_is_off_changes_nothing(host: ModuleType) -> None:
@@ -143,18 +192,25 @@ def test_a_plan_is_logged_where_defragmentation_is_debugged(host: ModuleType) ->
     [("", False), ("buckets", False), ("defragmentation", True), ("a, defragmentation", True)],
 )
 def test_vllm_s_loader_replaces_the_class_where_the_switch_says_so(
-    host: ModuleType, monkeypatch: pytest.MonkeyPatch, switch: str, is_replaced: bool
+    host: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    switch: str,
+    is_replaced: bool,
 ) -> None:
     from trencadis.kvcache import vllm_plugin
 
     plugin: Any = importlib.import_module("vllm_gaudi.extension.defragmentation")
     own = plugin.OnlineDefragmenter
-    runner: Any = ModuleType("vllm_gaudi.v1.worker.hpu_model_runner")
-    runner.OnlineDefragmenter = own
     monkeypatch.setattr(plugin, "OnlineDefragmenter", own)
-    monkeypatch.setitem(sys.modules, runner.__name__, runner)
+    modules: list[Any] = [plugin]
+    for name in ("hpu_model_runner", "hpu_worker"):
+        module: Any = ModuleType(f"vllm_gaudi.v1.worker.{name}")
+        module.OnlineDefragmenter = own
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        modules.append(module)
     monkeypatch.setenv(vllm_plugin.SWITCH, switch)
     vllm_plugin.install()
     expected = host.OnlineDefragmenter if is_replaced else own
-    assert plugin.OnlineDefragmenter is expected
-    assert runner.OnlineDefragmenter is expected
+    assert all(module.OnlineDefragmenter is expected for module in modules)
+    assert ("has ['a']: it may have buckets, defragmentation" in caplog.text) is ("a," in switch)

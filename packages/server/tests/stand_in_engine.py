@@ -134,7 +134,7 @@ class StandInEngine:
         self.orders: list[BatchControl] = []
         self.thermal: ThermalStats | None = None
         self.request_status: RequestStatus = "normal"
-        self.away_s = 0.0
+        self.away_s, self.num_preemptions = 0.0, 0
         self.queue_s: float | None = None
         self.failed = asyncio.Event()
         self.health: Exception | None = None
@@ -153,12 +153,14 @@ class StandInEngine:
             max_running_seqs=32,
             max_prefill_tokens=512,
             num_waiting_reqs=2,
+            num_compiling_reqs=1,
             num_swapped_reqs=6,
             num_preempted_reqs=9,
             num_used_blocks=5,
             num_total_blocks=20,
             highest_block_in_use=7,
             block_size=16,
+            max_model_len=256,
             num_queued_swaps=23,
             num_buckets=31,
             num_ready_buckets=30,
@@ -182,6 +184,7 @@ class StandInEngine:
             num_defragmented_blocks=14,
             num_prefill_tokens=12,
             num_generation_tokens=13,
+            num_steps_by_tokens=(3, 2, *(0,) * 11, 1),
             num_padded_tokens=17,
             num_bucket_misses=19,
             num_cold_forwards=21,
@@ -289,6 +292,7 @@ class StandInEngine:
                     request_status=self.request_status,
                     queue_s=self.queue_s if step == 1 else None,
                     away_s=self.away_s,
+                    num_preemptions=self.num_preemptions,
                     prompt_logprobs=_prompt_logprobs(prompt, params) if step == 1 else None,
                 )
 
@@ -325,5 +329,6 @@ def _prompt_logprobs(
 def _logprobs(token: int, params: SamplingParams) -> tuple[PositionLogprobs, ...]:
     if params.logprobs is None:
         return ()
-    top = tuple(TokenLogprob(65 + rank, -1.0 - rank) for rank in range(params.logprobs))
+    listed = params.logprob_token_ids or range(65, 65 + params.logprobs)
+    top = tuple(TokenLogprob(token, -1.0 - rank) for rank, token in enumerate(listed))
     return (PositionLogprobs(TokenLogprob(token, -math.inf), top),)

@@ -26,6 +26,8 @@ OPERATIONS = (
     *("POST /v1/admin/drain", "GET /v1/models", "GET /v1/models/{name}", "GET /v1/admin/state"),
     *("POST /tokenize", "POST /detokenize", "POST /v1/chat/completions/batch"),
     *("GET /health", "GET /ping", "GET /ready", "GET /live", "GET /version", "GET /metrics"),
+    *("GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}"),
+    "POST /v1/responses/{response_id}/cancel",
     "GET /load",
     "POST /invocations",
     *("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"),

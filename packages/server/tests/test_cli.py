@@ -76,6 +76,7 @@ ENGINE = {
     "thermal_devices": ("0,2", (0, 2)),
     "thermal_policy": ("proportional", "proportional"),
     "thermal_policy_config": ('{"target_temp_c": 80}', {"target_temp_c": 80}),
+    "kv_events_config": ('{"topic": "kv@pod@model"}', {"topic": "kv@pod@model"}),
 }
 SERVER = {
     "host": ("::1", "::1"),
@@ -83,6 +84,10 @@ SERVER = {
     "allowed_hosts": ("a", ("a",)),
     "root_path": ("/llm", "/llm"),
     "enable_force_include_usage": (None, True),
+    "return_tokens_as_token_ids": (None, True),
+    "enable_tokenizer_info_endpoint": (None, True),
+    "enable_request_id_headers": (None, True),
+    "default_chat_template_kwargs": ('{"mood": "calm"}', {"mood": "calm"}),
     "api_keys": ("a", ("a",)),
     "api_key_file": ("keys", "keys"),
     "tool_call_parser": ("hermes", "hermes"),
@@ -95,6 +100,8 @@ SERVER = {
     "otlp_traces_endpoint": ("http://a:4318/v1/traces", "http://a:4318/v1/traces"),
     "ssl_certfile": ("c.pem", "c.pem"),
     "max_body_size": ("1KiB", 1024),
+    "responses_store": ("1", True),
+    "responses_store_size": ("2KiB", 2048),
     "max_connections": ("7", 7),
     "shutdown_timeout": ("3", 3.0),
     "access_log": (None, False),
@@ -127,6 +134,8 @@ WITH_OTHERS = {
 NO_SETTING = {"-h", "--help", "--version", "--log-level", "--enforce-eager"} | {
     "--enable-chunked-prefill",
     "--exclude-tools-when-tool-choice-none",
+    "--enable-prompt-tokens-details",
+    "--enable-server-load-tracking",
 }
 """Flags of no field: `--enforce-eager` belongs to `EngineConfig.graphs`."""
 
@@ -526,6 +535,15 @@ def test_a_single_text_is_one_key():
         ("root_path", "/llm/"),
         ("root_path", None),
         ("enable_force_include_usage", 1),
+        ("return_tokens_as_token_ids", 1),
+        ("enable_tokenizer_info_endpoint", "yes"),
+        ("enable_request_id_headers", None),
+        ("responses_store", "yes"),
+        ("responses_store_size", 1023),
+        ("responses_store_ttl", 0),
+        ("default_chat_template_kwargs", [1]),
+        ("default_chat_template_kwargs", {1: 2}),
+        ("default_chat_template_kwargs", {"tools": []}),
     ],
 )
 def test_a_setting_of_a_wrong_type_or_beyond_sense_is_named(name, value):

@@ -164,6 +164,16 @@ async def test_a_cut_input_keeps_the_special_token_at_its_end(client, engine):
     assert engine.requests[-1][0] == [BOS, *b"a"]
     await embed(client, input="abcdef", truncate_prompt_tokens=2, add_special_tokens=False)
     assert engine.requests[-1][0] == [*b"ab"]
+    left = {"input": "abcdef", "truncation_side": "left"}
+    for limit, kept in ((4, [BOS, *b"ef", end]), (3, [BOS, *b"f", end]), (2, [*b"f", end])):
+        await embed(client, **left, truncate_prompt_tokens=limit)
+        assert engine.requests[-1][0] == kept
+    await embed(client, **left, truncate_prompt_tokens=2, add_special_tokens=False)
+    assert engine.requests[-1][0] == [*b"ef"]
+    await embed(client, **left, truncate_prompt_tokens=-1)
+    assert engine.requests[-1][0] == [BOS, *b"abcdef", end]
+    await embed(client, input=[list(b"abcd")], truncate_prompt_tokens=2, truncation_side="left")
+    assert engine.requests[-1][0] == list(b"cd")
 
 
 async def test_of_a_text_that_is_cut_no_more_is_encoded_than_needed(client, engine, monkeypatch):
@@ -177,6 +187,9 @@ async def test_of_a_text_that_is_cut_no_more_is_encoded_than_needed(client, engi
     await embed(client, input="abcdefgh" * 25_000, truncate_prompt_tokens=4)
     assert engine.requests[-1][0] == [BOS, *b"abc"]
     assert sum(lengths) < 200
+    await embed(client, input="abcdefgh" * 25_000, truncate_prompt_tokens=4, truncation_side="left")
+    assert engine.requests[-1][0] == [BOS, *b"fgh"]
+    assert sum(lengths) < 400
     await embed(client, input="abcdefgh" * 25, truncate_prompt_tokens=256)
     assert engine.requests[-1][0] == [BOS, *(b"abcdefgh" * 25)]
 
@@ -198,6 +211,8 @@ async def test_of_a_text_that_is_cut_no_more_is_encoded_than_needed(client, engi
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "dimensions": "4"}, "dimensions"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncation_side": "left"}, "truncation_side"),
+        ({"input": "a", "truncation_side": "middle"}, "truncation_side"),
         ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"input": "a", "normalize": False}, "normalize"),
         ({"input": "a", "embed_dtype": "float16"}, "embed_dtype"),

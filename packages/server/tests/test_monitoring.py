@@ -19,7 +19,7 @@ from trencadis.engine import (
 )
 from trencadis.engine.api.outputs import plus_totals
 from trencadis.server import ServerSettings, __version__, create_app
-from trencadis.server.metrics.metric_tables import ENGINE_METRICS
+from trencadis.server.metrics.metric_tables import ENGINE_HISTOGRAMS, ENGINE_METRICS
 from trencadis.server.metrics.serving_metrics import RequestTimeline, ServingMetrics
 
 pytestmark = pytest.mark.asyncio
@@ -135,7 +135,8 @@ async def test_engine_metrics_are_read_from_the_latest_statistics(client):
         if family.type in ("gauge", "counter")
         and family.name.startswith(("vllm:", "trencadis:"))
         and not sample.name.endswith("_created")
-        and sample.name != "vllm:request_success_total"
+        and "finished_reason" not in sample.labels
+        and "reason" not in sample.labels
     }
     assert found == ENGINE_VALUES
 
@@ -144,6 +145,35 @@ async def test_endpoint_pickers_read_the_size_of_the_cache_as_from_vllm(client):
     text = (await client.get("/metrics")).text
     (line,) = re.findall(r"^vllm:cache_config_info{(.*)} 1.0$", text, re.MULTILINE)
     assert {'block_size="16"', 'num_gpu_blocks="20"'} <= set(line.split(","))
+    tokens = {'kv_cache_size_tokens="320"', 'kv_cache_max_concurrency="1.25"'}
+    assert tokens <= set(line.split(","))
+
+
+async def test_waiting_requests_are_counted_by_reason(client):
+    text = (await client.get("/metrics")).text
+    (waiting,) = (
+        family
+        for family in text_string_to_metric_families(text)
+        if family.name == "vllm:num_requests_waiting_by_reason"
+    )
+    counts = {sample.labels["reason"]: sample.value for sample in waiting.samples}
+    assert counts == {"capacity": 1, "deferred": 1}
+
+
+async def test_steps_are_counted_by_their_tokens(client):
+    """3 of one token, 2 of up to eight, and one above the last bound; 11 - 8 + 13 in all."""
+    text = (await client.get("/metrics")).text
+    (steps,) = (
+        family
+        for family in text_string_to_metric_families(text)
+        if family.name == "vllm:iteration_tokens_total"
+    )
+    assert steps.type == "histogram"
+    found = {
+        (one.name.rpartition("_")[2], one.labels.get("le")): one.value for one in steps.samples
+    }
+    assert (found["count", None], found["sum", None]) == (6, 16)
+    assert [found["bucket", bound] for bound in ("1.0", "8.0", "16384.0", "+Inf")] == [3, 5, 5, 6]
 
 
 async def test_every_statistic_has_a_metric(engine):
@@ -159,6 +189,8 @@ async def test_every_statistic_has_a_metric(engine):
 
     read = set()
     stats = attrs.evolve(engine.stats, thermal=ThermalStats())
+    for histogram in ENGINE_HISTOGRAMS:
+        histogram.read(Recorder(stats))
     for metric in ENGINE_METRICS:
         metric.read(Recorder(stats))
         metric.labels(Recorder(stats))
@@ -243,7 +275,7 @@ async def test_requests_are_counted_by_how_they_ended(client, engine):
 
 async def test_the_time_to_first_token_of_swapped_requests_is_known(client, engine):
     await client.post("/v1/completions", json={"prompt": "abc"})
-    engine.request_status, engine.away_s = "swapped", 2.5
+    engine.request_status, engine.away_s, engine.num_preemptions = "swapped", 2.5, 3
     await client.post("/v1/completions", json={"prompt": "abc"})
     after = await samples(client)
     for status in ("swapped", "normal"):
@@ -251,6 +283,8 @@ async def test_the_time_to_first_token_of_swapped_requests_is_known(client, engi
     away = "trencadis:request_preempted_time_seconds"
     assert (after[f"{away}_count", "swapped"], after[f"{away}_sum", "swapped"]) == (1, 2.5)
     assert after[f"{away}_count", "normal"] == 0
+    times = "vllm:request_num_preemptions"
+    assert (after[f"{times}_count", None], after[f"{times}_sum", None]) == (2, 3)
 
 
 async def test_rejected_requests_are_not_counted_as_finished(client, engine):
@@ -259,6 +293,7 @@ async def test_rejected_requests_are_not_counted_as_finished(client, engine):
     assert response.status_code == 503
     after = await samples(client)
     assert all(after["vllm:request_success_total", r] == 0 for r in ("stop", "abort", "error"))
+    assert 'reason="max_num_queued_reqs"} 1.0' in (await client.get("/metrics")).text
 
 
 async def test_latencies_are_measured_by_the_clock(engine):

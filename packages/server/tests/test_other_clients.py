@@ -134,6 +134,19 @@ async def test_langchain_reads_whole_answers_and_streams(url, use_responses_api)
     assert "".join(parts) == ECHO
 
 
+async def test_langchain_continues_a_stored_response(serving, engine):
+    """It sends what is new, and the id of the answer before."""
+    engine.script = ["Hi!"]
+    async with serving(responses_store=True) as url:
+        model = langchain_model(url, use_responses_api=True, use_previous_response_id=True)
+        first = await model.ainvoke([("human", "hello")])
+        history = [("human", "never sent"), first, ("human", "and now?")]
+        second = await model.ainvoke(history)
+    assert second.text == "Hi!"
+    messages, _ = engine.tokenizer.rendered[-1]
+    assert [message["content"] for message in messages] == ["hello", "Hi!", "and now?"]
+
+
 async def test_langchain_reads_embeddings(embedding_url):
     langchain_openai = pytest.importorskip("langchain_openai")
     model = langchain_openai.OpenAIEmbeddings(

@@ -16,6 +16,8 @@ from trencadis.engine import BatchControl
 from trencadis.server import ServerSettings, create_app, engine_protocol
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
 from trencadis.server.metrics.metric_tables import (
+    ADMISSION_REJECTIONS,
+    ENGINE_HISTOGRAMS,
     ENGINE_METRICS,
     KEY_METRICS,
     REQUEST_METRICS,
@@ -67,11 +69,12 @@ def test_the_page_lists_all_fields_of_an_order():
 def metrics_list() -> str:
     """All metrics as the page shows them, with the names that Prometheus shows."""
     rows = [(f"{m.name}_total" if m.kind == "counter" else m.name, m.help) for m in ENGINE_METRICS]
+    rows += [(metric.name, metric.help) for metric in ENGINE_HISTOGRAMS]
     rows += [(metric.name, metric.help) for metric in REQUEST_METRICS]
-    rows.append((f"{REQUEST_SUCCESS[0]}_total", REQUEST_SUCCESS[1]))
+    rows += [(f"{name}_total", about) for name, about, _ in (REQUEST_SUCCESS, ADMISSION_REJECTIONS)]
     rows += [(f"{m.name}_total" if m.kind == "counter" else m.name, m.help) for m in SWITCH_METRICS]
     rows += [(f"{metric.name}_total", metric.help) for metric in KEY_METRICS]
-    return "\n".join(f"- `{name}`: {about}" for name, about in rows)
+    return "\n".join(f"- `{name}`: {about}" for name, about in dict.fromkeys(rows))
 
 
 def test_the_page_lists_all_metrics():
@@ -84,7 +87,8 @@ def test_the_page_lists_every_route():
     listed = set()
     for paths in re.findall(r"^- (`(?:GET|POST) .*?): ", API, re.MULTILINE):
         listed |= set(re.findall(r"`(?:GET |POST )?(/[^`]*)`", paths))
-    app = create_app(SwitchingStandIn(), ServerSettings(server_dev_mode=True))
+    settings = ServerSettings(server_dev_mode=True, enable_tokenizer_info_endpoint=True)
+    app = create_app(SwitchingStandIn(), settings)
     served = {re.sub(r":\w+}", "}", path) for path in app.openapi()["paths"]}
     assert (
         listed - {*("/docs", "/openapi.json", "/metrics", "/dashboard", "/v1/admin/batch")}

@@ -220,7 +220,9 @@ NAMED = {"type": "function", "name": "weather"}
 DEEP = {"type": "json_schema", "name": "a", "schema": nested(64)}
 BAD = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"store": True}, "store"),
+    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "background"),
+    ({"background": True, "stream": True}, "stream"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),

@@ -29,6 +29,7 @@ VALUES = {
     "stop_token_ids": [7],
     "allowed_token_ids": [7, 8],
     "bad_words": ["no"],
+    "logprob_token_ids": [7, 8],
 }
 """JSON values other than the default, of parameters without bounds that are not flags."""
 
@@ -72,7 +73,10 @@ def test_every_sampling_parameter_that_is_sent_arrives(model, name):
     value = sent_value(name)
     chat_logprobs = name == "logprobs" and model is ChatCompletionRequest
     fields = {"logprobs": True, "top_logprobs": value} if chat_logprobs else {name: value}
-    request = parse(model, **fields, **({"use_beam_search": True} if name in WITH_BEAMS else {}))
+    others = {"use_beam_search": True} if name in WITH_BEAMS else {}
+    if name == "logprob_token_ids":
+        others = {"logprobs": True if model is ChatCompletionRequest else 0}
+    request = parse(model, **fields, **others)
     params = request.sampling_params(request.requested_tokens)
     expected = {int(k): v for k, v in value.items()} if isinstance(value, dict) else value
     arrived = getattr(params, name)

@@ -629,6 +629,7 @@ def test_a_client_that_disconnects_aborts_its_request(http, client, model, strea
         ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
         ({"stop_token_ids": [99999999]}, 400, "stop_token_ids"),
         ({"allowed_token_ids": [99999999]}, 400, "allowed_token_ids"),
+        ({"logprob_token_ids": [99999999], "logprobs": True}, 400, "logprob_token_ids"),
         ({"seed": 2**80}, 400, "seed"),
         ({"tools": [{}]}, 400, "tools[0].type"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 from stand_in_engine import BOS
 from test_bad_input import assert_error
@@ -77,3 +78,23 @@ async def test_another_model_is_not_found(client):
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": []})):
         response = await client.post(path, json={"model": "other", **body})
         assert_error(response, 404, "model", "model_not_found")
+
+
+async def test_the_tokenizer_describes_itself_if_a_flag_allows_it(client, serving, engine):
+    assert (await client.get("/tokenizer_info")).status_code == 404
+    async with (
+        serving(enable_tokenizer_info_endpoint=True, api_keys=["key"]) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        assert (await http.get("/tokenizer_info")).status_code == 401
+        http.headers["Authorization"] = "Bearer key"
+        answer = await http.get("/tokenizer_info")
+        assert answer.json() == {"tokenizer_class": "ByteTokenizer"}
+        engine.tokenizer.chat_template = "{{ messages }}"
+        engine.tokenizer.configuration = {"tokenizer_class": "Bytes", "bos_token": "<bos>"}
+        answer = await http.get("/tokenizer_info")
+    assert answer.json() == {
+        "tokenizer_class": "Bytes",
+        "bos_token": "<bos>",
+        "chat_template": "{{ messages }}",
+    }

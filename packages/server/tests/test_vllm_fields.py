@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -44,6 +45,30 @@ async def test_a_client_lists_the_tokens_that_are_allowed(official, engine):
     )
     asked = [params.allowed_token_ids for _, params, _, _ in engine.requests]
     assert asked == [(65, 66), (65,)]
+
+
+async def test_a_client_lists_the_tokens_whose_log_probabilities_it_wants(official):
+    """As many as it lists, whatever top_logprobs says, with the chosen token first."""
+    fields = {"logprob_token_ids": [70, 104, 80, 70], "return_tokens_as_token_ids": True}
+    answer = await official.chat.completions.create(
+        model="stand-in", messages=MESSAGES, max_tokens=1, logprobs=True, extra_body=fields
+    )
+    (position,) = answer.choices[0].logprobs.content
+    chosen = position.token
+    others = [f"token_id:{token}" for token in (70, 104, 80)]
+    assert chosen not in others
+    assert [one.token for one in position.top_logprobs] == [chosen, *others]
+    answer = await official.completions.create(
+        model="stand-in", prompt="a", max_tokens=1, logprobs=1, extra_body=fields
+    )
+    (top,) = answer.choices[0].logprobs.top_logprobs
+    assert (
+        list(top) == [answer.choices[0].logprobs.tokens[0], *others] and top["token_id:80"] == -3.0
+    )
+    with pytest.raises(openai.BadRequestError, match="logprob_token_ids are reported for gen"):
+        await official.completions.create(
+            model="stand-in", prompt="a", max_tokens=0, echo=True, logprobs=1, extra_body=fields
+        )
 
 
 async def test_a_token_out_of_vocabulary_is_named(official):
@@ -209,9 +234,28 @@ async def test_a_long_prompt_is_cut(official, engine):
     assert bytes(engine.requests[-1][0]) == b"b" * 239 + b"[assistant]"
 
 
-async def test_top_k_of_a_response(official, engine):
-    await official.responses.create(model="stand-in", input="a", extra_body={"top_k": 3})
-    assert engine.requests[0][1].top_k == 3
+async def test_a_response_takes_the_sampling_parameters_of_chat(official, engine):
+    fields = {
+        **{"top_k": 3, "min_p": 0.25, "seed": 42, "repetition_penalty": 1.5, "stop": ["zz"]},
+        **{"presence_penalty": 0.5, "frequency_penalty": -0.5, "stop_token_ids": [7]},
+        **{"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False},
+    }
+    extra = {**fields, "logit_bias": {"65": -100}}
+    await official.responses.create(model="stand-in", input="a", extra_body=extra)
+    params = engine.requests[0][1]
+    for name, value in fields.items():
+        arrived = getattr(params, name)
+        assert (list(arrived) if isinstance(arrived, tuple) else arrived) == value, name
+    assert params.logit_bias == {65: -100.0}
+    await official.responses.create(
+        model="stand-in", input="a", extra_body={"structured_outputs": {"regex": "a+"}}
+    )
+    assert engine.requests[1][1].structured_output.regex == "a+"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        await official.responses.create(
+            model="stand-in", input="a", extra_body={"repetition_penalty": 0}
+        )
+    assert wrong.value.param == "repetition_penalty"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -248,3 +292,82 @@ async def test_log_probabilities_of_the_text_of_a_response(engine, serving, stre
         async with serving() as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="n") as plain:
             await plain.responses.create(model="stand-in", input="a", top_logprobs=1)
     assert caught.value.param == "top_logprobs"
+
+
+async def test_a_flag_writes_tokens_as_ids_where_a_request_does_not_say(serving):
+    async with (
+        serving(return_tokens_as_token_ids=True) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as official,
+    ):
+        tokens = {}
+        for wanted in (None, False, True):
+            answer = await official.completions.create(
+                model="stand-in",
+                prompt="a",
+                max_tokens=1,
+                logprobs=0,
+                extra_body={"return_tokens_as_token_ids": wanted},
+            )
+            tokens[wanted] = answer.choices[0].logprobs.tokens
+        spoken = await official.responses.create(
+            model="stand-in", input="a", include=["message.output_text.logprobs"]
+        )
+    assert tokens == {None: ["token_id:97"], False: ["a"], True: ["token_id:97"]}
+    assert spoken.output[0].content[0].logprobs[0].token == f"token_id:{ord('[')}"
+
+
+async def test_a_flag_gives_the_chat_template_arguments(serving, engine):
+    async with serving(default_chat_template_kwargs={"mood": "calm", "tone": 1}) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as official:
+            plain = await chat(official)
+            other = await chat(official, chat_template_kwargs={"tone": 2})
+        async with httpx.AsyncClient(base_url=url) as http:
+            answer = await http.post("/tokenize", json={"messages": MESSAGES})
+            counted = answer.json()["tokens"]
+    assert plain.choices[0].message.content == "[user]hello<mood=calm><tone=1>[assistant]"
+    assert other.choices[0].message.content == "[user]hello<mood=calm><tone=2>[assistant]"
+    assert counted == [BOS, *b"[user]hello<mood=calm><tone=1>[assistant]"]
+
+
+async def test_a_flag_names_every_response(serving, client):
+    assert "x-request-id" not in (await client.get("/health")).headers
+    async with (
+        serving(enable_request_id_headers=True, api_keys=["key"]) as url,
+        httpx.AsyncClient(base_url=url) as named,
+    ):
+        random = (await named.get("/health")).headers["x-request-id"]
+        assert len(random) == 32 and int(random, 16)
+        given = await named.get("/metrics", headers={"X-Request-Id": "mine"})
+        assert given.headers.get_list("x-request-id") == ["mine"]
+        refused = await named.get("/v1/models", headers={"X-Request-Id": "a b"})
+        assert refused.status_code == 401
+        assert refused.headers["x-request-id"] not in ("a b", random)
+        body = {"prompt": "a", "stream": True}
+        answer = await named.post(
+            "/v1/completions", json=body, headers={"Authorization": "Bearer key"}
+        )
+        (name,) = answer.headers.get_list("x-request-id")
+        assert f'"id":"{name}"' in answer.text, "that of the answer stays"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_proxy_asks_for_the_load_in_a_header(client, stream):
+    """5 of 20 blocks are used, and 2 requests wait: see the stand-in."""
+    reports = {
+        "TEXT": "TEXT named_metrics.kv_cache_usage_perc=0.25, "
+        "named_metrics.num_requests_waiting=2.0",
+        "json": 'JSON {"named_metrics": {"kv_cache_usage_perc": 0.25, '
+        '"num_requests_waiting": 2.0}}',
+        "BIN": None,
+        None: None,
+    }
+    for path, prompt in (("chat/completions", {"messages": MESSAGES}), ("completions", PROMPTED)):
+        for form, report in reports.items():
+            headers = {} if form is None else {"endpoint-load-metrics-format": form}
+            body = {**prompt, "stream": stream}
+            answer = await client.post(f"/v1/{path}", json=body, headers=headers)
+            assert answer.status_code == 200
+            assert answer.headers.get("endpoint-load-metrics") == report
+
+
+PROMPTED = {"prompt": "a", "max_tokens": 1}

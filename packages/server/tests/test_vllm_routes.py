@@ -113,9 +113,12 @@ async def test_cohere_texts_are_cut_and_have_their_prompt(embedding, client):
     assert bytes(embedding.requests[0][0][1:]) == b"Q: aa"
     await client.post("/v2/embed", json={"texts": ["a" * 300]})
     assert len(embedding.requests[1][0]) == embedding.max_model_len
+    body = {"texts": ["abcdef"], "max_tokens": 3, "truncate": "START"}
+    await client.post("/v2/embed", json=body)
+    assert bytes(embedding.requests[2][0][1:]) == b"ef"
     for fields, param in (
         ({"truncate": "NONE"}, "texts[0]"),
-        ({"truncate": "START"}, "truncate"),
+        ({"truncate": "MIDDLE"}, "truncate"),
         ({"input_type": "other"}, "input_type"),
         ({"output_dimension": 9}, "output_dimension"),
         ({"output_dimension": 4, "embedding_types": ["binary"]}, "embedding_types"),

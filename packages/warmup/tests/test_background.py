@@ -80,6 +80,12 @@ def test_a_miss_counts_as_one_more_expected_replay(graph_device: Any) -> None:
     warmup.advance(), warmup.advance()
     warmup.record_miss(Phase.PROMPT, missed)
     assert warmup.next_bucket() == (Phase.PROMPT, missed)
+    warmup = background(
+        graph_device(lambda *_: 0), replays={Phase.PROMPT: {first: 9.0, expected: 2.5, missed: 1.0}}
+    )
+    warmup.advance(), warmup.advance()
+    warmup.record_miss(Phase.PROMPT, missed)
+    assert warmup.next_bucket() == (Phase.PROMPT, expected)
 
 
 def test_a_bucket_that_traffic_has_compiled_is_not_executed_again(graph_device: Any) -> None:

@@ -17,6 +17,7 @@ from vllm_gaudi.extension.logger import logger
 from vllm_gaudi.extension.runtime import get_config
 
 from trencadis.bucketing.config import BucketingConfig
+from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.grid import BucketGrid, PromptCost
 from trencadis.bucketing.grid.bucket import Cost, element_count
 from trencadis.bucketing.serving_grids import decode_grid, prompt_grid
@@ -105,14 +106,18 @@ class BucketingManager(HPUBucketingManager):  # type: ignore[misc]  # not there 
         if not self.initialized or get_config().merged_prefill:
             super().generate_prompt_buckets()
             return
+        config = self._config()
+        self._check_slices(config)
         grid = prompt_grid(
-            self._config(),
+            config,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_prefill_seqs,
             block_size=self.block_size,
         )
-        self.prompt_buckets = sorted({self._as_kernels_take(*bucket.shape) for bucket in grid})
+        listed = {self._as_kernels_take(*bucket.shape) for bucket in grid}
+        # A longer query cannot be warmed up; what pads to it gets the plugin's fallback.
+        self.prompt_buckets = sorted(each for each in listed if each[1] <= self.max_model_len)
         self.log_generate_info(True)
 
     def generate_decode_buckets(self) -> None:
@@ -120,15 +125,20 @@ class BucketingManager(HPUBucketingManager):  # type: ignore[misc]  # not there 
         if not self.initialized:
             super().generate_decode_buckets()
             return
+        config = self._config()
         grid = decode_grid(
-            self._config(),
+            config,
             max_num_seqs=self.max_num_seqs,
             num_blocks=self.num_hpu_blocks,
             block_size=self.block_size,
             max_model_len=self.max_model_len,
             clamp=not self.skip_decode_block_clamp,
         )
-        listed = sorted((batch, 1, blocks) for batch, blocks in (bucket.shape for bucket in grid))
+        shapes = [bucket.shape for bucket in grid]
+        if not config.contiguous_pa:
+            # Each sequence has a block: the plugin's warm-up takes no fewer.
+            shapes = [(batch, max(batch, blocks)) for batch, blocks in shapes]
+        listed = sorted({(batch, 1, blocks) for batch, blocks in shapes})
         if self.num_speculative_tokens:
             self.seed_decode_buckets = listed
             listed = self.generate_spec_decode_buckets(listed)
@@ -173,6 +183,22 @@ class BucketingManager(HPUBucketingManager):  # type: ignore[misc]  # not there 
     def _config(self) -> BucketingConfig:
         config = BucketingConfig.from_env(os.environ)
         return attrs.evolve(config, contiguous_pa=bool(get_config().use_contiguous_pa))
+
+    def _check_slices(self, config: BucketingConfig) -> None:
+        """Raise `BucketingError` for buckets that FusedSDPA's slices would compute wrongly.
+
+        The plugin masks as many of the last slices as the padding of ``pad`` can reach, and no
+        others (``extension/utils.py``).
+        """
+        if not getattr(get_config(), "enable_fsdpa_slicing", False):
+            return
+        if config.strategy_of("prompt") != "pad" or config.bucket_file:
+            raise BucketingError(
+                "slices of FusedSDPA (VLLM_HPU_FSDPA_SLICE_ENABLED) mask the padding of the "
+                f"strategy pad alone, and prompts have {config.bucket_file or 'that of '}"
+                f"{'' if config.bucket_file else config.strategy_of('prompt')}: unset "
+                "VLLM_PROMPT_BUCKETING_STRATEGY and VLLM_BUCKETING_FROM_FILE, or switch slices off"
+            )
 
     def _as_kernels_take(self, batch: int, query: int, context: int) -> Listed:
         """A prompt bucket whose query is one that kernels of this model compute."""

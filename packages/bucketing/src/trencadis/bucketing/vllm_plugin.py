@@ -11,6 +11,9 @@ logger = logging.getLogger(__name__)
 SWITCH = "TRENCADIS_VLLM_GAUDI"
 """Environment: what takes the plugin's place, separated by commas; nothing does by default."""
 
+NAMES = ("buckets", "defragmentation")
+"""What it may have; each is of a library."""
+
 NAME = "buckets"
 """In `SWITCH`: the buckets of this library."""
 
@@ -21,14 +24,18 @@ def install() -> None:
     vLLM calls this in each process before a model runner is made (``vllm.general_plugins``). Raises
     `ImportError` where the plugin for Gaudi is not installed.
     """
-    if NAME not in os.environ.get(SWITCH, "").replace(" ", "").split(","):
+    names = {name.strip() for name in os.environ.get(SWITCH, "").split(",")}
+    if unknown := names - {"", *NAMES}:
+        logger.warning("%s has %s: it may have %s", SWITCH, sorted(unknown), ", ".join(NAMES))
+    if NAME not in names:
         return
     from vllm_gaudi.extension.bucketing import common  # noqa: PLC0415 - not without the switch
 
     from trencadis.bucketing.vllm_gaudi import BucketingManager  # noqa: PLC0415
 
     common.HPUBucketingManager = BucketingManager
-    runner = sys.modules.get("vllm_gaudi.v1.worker.hpu_model_runner")
-    if runner is not None:
-        runner.HPUBucketingManager = BucketingManager  # type: ignore[attr-defined]
+    for name in ("hpu_model_runner", "hpu_worker"):
+        module = sys.modules.get(f"vllm_gaudi.v1.worker.{name}")
+        if module is not None and hasattr(module, "HPUBucketingManager"):
+            vars(module)["HPUBucketingManager"] = BucketingManager
     logger.info("Buckets of trencadis-bucketing take the place of the plugin's")

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from trencadis.engine.api.outputs import (
+    STEP_TOKENS,
     CompletionDelta,
     EngineStats,
     FinishReason,
@@ -28,6 +29,7 @@ from trencadis.engine.api.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_BIASES,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
@@ -122,7 +124,9 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BIASES",
     "MAX_CACHE_SALT",
+    "MAX_LOGPROB_TOKEN_IDS",
     "MAX_STOP_TOKEN_IDS",
+    "STEP_TOKENS",
     "AdapterError",
     "AdapterInfo",
     "AsyncEngine",

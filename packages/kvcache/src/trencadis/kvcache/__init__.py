@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.block_pool import BlockMap, BlockPool
+from trencadis.kvcache.cache_events import CacheEvents
 from trencadis.kvcache.config import PADDING_BLOCK, CacheConfig, DefragConfig
 from trencadis.kvcache.copy_plan import (
     PLAN_SIZES,
@@ -30,7 +32,7 @@ from trencadis.kvcache.errors import (
     UnknownSequence,
 )
 from trencadis.kvcache.manager import AllocStatus, BlockManager
-from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher
+from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher, decode_extra_keys
 from trencadis.kvcache.remapper import BlockRemapper
 from trencadis.kvcache.rounding import ceil_div, num_passed_blocks
 from trencadis.kvcache.swapper import HostBlockPool
@@ -43,11 +45,13 @@ __all__ = [
     "AllocStatus",
     "BandwidthGovernor",
     "BlockCopy",
+    "BlockKey",
     "BlockManager",
     "BlockMap",
     "BlockPool",
     "BlockRemapper",
     "CacheConfig",
+    "CacheEvents",
     "CannotCopy",
     "CopyPlan",
     "DecodeLayout",
@@ -72,6 +76,7 @@ __all__ = [
     "SwapCopies",
     "UnknownSequence",
     "ceil_div",
+    "decode_extra_keys",
     "lay_out",
     "lay_out_pairs",
     "num_passed_blocks",

@@ -22,6 +22,8 @@ from operator import index
 
 import attrs
 
+from trencadis.kvcache.block_key import BlockKey
+from trencadis.kvcache.cache_events import CacheRecorder
 from trencadis.kvcache.config import (
     DECODE_BUCKETS,
     MAX_NUM_BLOCKS,
@@ -30,7 +32,7 @@ from trencadis.kvcache.config import (
     as_tuple,
 )
 from trencadis.kvcache.errors import InvalidBlock, OutOfBlocks
-from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex, ReuseEstimator
+from trencadis.kvcache.prefix_cache import PrefixIndex, ReuseEstimator
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.validators import integer
 
@@ -64,14 +66,20 @@ class BlockPool:
 
     ``prefix_index`` maps known content to blocks, ``reuse`` measures prefix hits. An operation
     takes O(1) per block; an eviction also looks once at each decode bucket. Raises `InvalidSetting`
-    for a number of blocks or decode buckets that `CacheConfig` rejects.
+    for a number of blocks or decode buckets that `CacheConfig` rejects. ``recorder`` notes what
+    content the index gets and loses.
     """
 
-    def __init__(self, num_blocks: int, decode_buckets: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        decode_buckets: Sequence[int] = (),
+        recorder: CacheRecorder | None = None,
+    ) -> None:
         num_blocks = NUM_BLOCKS.checked("num_blocks", num_blocks)
         decode_buckets = DECODE_BUCKETS.checked("decode_buckets", as_tuple(decode_buckets))
         self.num_blocks = num_blocks
-        self.prefix_index = PrefixIndex()
+        self.prefix_index = PrefixIndex(recorder)
         self.reuse = ReuseEstimator(num_blocks)
         self._ref_counts = [0] * num_blocks
         self._empty = BlockBitmap(num_blocks)

@@ -131,6 +131,11 @@ class CacheConfig:
             "one sees all; blocks that no later token sees are given back."
         },
     )
+    record_events: bool = _setting(
+        False,
+        boolean(),
+        "Whether `BlockManager.take_events` tells what the prefix cache gets and loses.",
+    )
     decode_buckets: tuple[int, ...] = attrs.field(
         default=(),
         converter=as_tuple,

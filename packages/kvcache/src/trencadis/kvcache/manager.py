@@ -13,6 +13,7 @@ from math import isfinite
 from typing import NoReturn, SupportsIndex
 
 from trencadis.kvcache.block_pool import BlockPool
+from trencadis.kvcache.cache_events import NO_EVENTS, CacheEvents, CacheRecorder
 from trencadis.kvcache.config import PADDING_BLOCK, CacheConfig
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, SwapCopies, as_block_copies
 from trencadis.kvcache.errors import CannotCopy, InvalidBlock, InvalidSetting, OutOfBlocks
@@ -82,7 +83,8 @@ class BlockManager:
             )
         if governor is not None:
             instance_of(BandwidthGovernor).checked("governor", governor)
-        self.pool = BlockPool(config.num_blocks, config.decode_buckets)
+        self._recorder = CacheRecorder() if config.record_events else None
+        self.pool = BlockPool(config.num_blocks, config.decode_buckets, self._recorder)
         self.host_pool = HostBlockPool(config.num_host_blocks)
         self._block_size = config.block_size
         self._window = config.window
@@ -354,6 +356,13 @@ class BlockManager:
         self._references.release_all(sequence)
         if not sequence.is_resident:
             self._swapper.free(sequence)
+
+    def take_events(self) -> CacheEvents:
+        """What the prefix cache got and lost since the last call, with ``config.record_events``.
+
+        A host that takes them seldom loses none: content that came and went between is left out.
+        """
+        return NO_EVENTS if self._recorder is None else self._recorder.take()
 
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache, for example after a change of the weights or of an adapter.

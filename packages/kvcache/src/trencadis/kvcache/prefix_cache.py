@@ -10,6 +10,7 @@ parents, so a hash collision, accidental or forged, never gives a request other 
 
 from __future__ import annotations
 
+import ast
 import reprlib
 from array import array
 from collections import OrderedDict
@@ -17,6 +18,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from hashlib import blake2b
 from math import isnan
 
+from trencadis.kvcache.block_key import BlockKey
+from trencadis.kvcache.cache_events import CacheRecorder
 from trencadis.kvcache.config import PADDING_BLOCK
 from trencadis.kvcache.errors import InvalidSetting
 from trencadis.kvcache.rounding import num_passed_blocks
@@ -43,40 +46,6 @@ _MAX_OUTCOMES = 1024
 def blake2b_digest(parent: bytes, content: bytes) -> bytes:
     """The 32-byte BLAKE2b digest of a block's tokens, keyed with the digest of its parent."""
     return blake2b(content, digest_size=32, key=parent).digest()
-
-
-class BlockKey:
-    """The identity of the content of one full block.
-
-    ``digest`` is what an index looks up. ``tokens`` are the token ids as bytes. ``parent`` is the
-    key of the block before, None for the first block. ``extra`` are the encoded extra keys.
-    ``hits`` counts the prefix hits of this content.
-    """
-
-    __slots__ = ("digest", "extra", "hits", "parent", "tokens")
-
-    def __init__(self, digest: bytes, tokens: bytes, parent: BlockKey | None, extra: bytes) -> None:
-        self.digest = digest
-        self.tokens = tokens
-        self.parent = parent
-        self.extra = extra
-        self.hits = 0
-
-    def same_as(self, other: BlockKey) -> bool:
-        """Whether both keys stand for the same tokens after the same prefix.
-
-        Compares the two chains up to their first common key. For canonical keys (see
-        `PrefixIndex`) that is one comparison.
-        """
-        mine: BlockKey | None = self
-        theirs: BlockKey | None = other
-        while mine is not theirs:
-            if mine is None or theirs is None:
-                return False
-            if mine.tokens != theirs.tokens or mine.extra != theirs.extra:
-                return False
-            mine, theirs = mine.parent, theirs.parent
-        return True
 
 
 class PrefixKeys:
@@ -210,14 +179,26 @@ def encode_extra_keys(extra_keys: Sequence[Hashable]) -> bytes:
         ) from error
 
 
+def decode_extra_keys(extra: bytes) -> tuple[Hashable, ...]:
+    """The extra keys of a `BlockKey`. Those with an infinite number are one text."""
+    if not extra:
+        return ()
+    try:
+        return tuple(ast.literal_eval(extra.decode()))
+    except ValueError:
+        return (extra.decode(),)
+
+
 class PrefixIndex:
     """A map from block keys to blocks: at most one block per digest, and one key per block.
 
     The first key that was registered for a content is its canonical key. Later blocks are
-    registered with canonical parents, so that comparing two chains takes one step.
+    registered with canonical parents, so that comparing two chains takes one step. ``recorder``
+    notes what is registered and dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: CacheRecorder | None = None) -> None:
+        self._recorder = recorder
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, BlockKey] = {}
 
@@ -288,6 +269,8 @@ class PrefixIndex:
             return known if known.same_as(key) else key
         self._block_of[key.digest] = block
         self._key_of[block] = key
+        if self._recorder is not None:
+            self._recorder.store(key)
         return key
 
     def drop(self, block: int) -> BlockKey | None:
@@ -295,12 +278,16 @@ class PrefixIndex:
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key.digest]
+            if self._recorder is not None:
+                self._recorder.drop(key)
         return key
 
     def clear(self) -> None:
         """Remove every block."""
         self._block_of.clear()
         self._key_of.clear()
+        if self._recorder is not None:
+            self._recorder.clear()
 
 
 class ReuseEstimator:

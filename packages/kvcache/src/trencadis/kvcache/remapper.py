@@ -14,12 +14,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import PADDING_BLOCK, DefragConfig
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, as_block_copies
 from trencadis.kvcache.defrag import Defragmenter, DefragPlan
 from trencadis.kvcache.errors import InvalidBlock, InvalidSetting
-from trencadis.kvcache.prefix_cache import BlockKey
 from trencadis.kvcache.validators import boolean, instance_of
 
 
@@ -100,6 +100,16 @@ class BlockRemapper:
         if missing.any():
             raise InvalidBlock(f"block {ids[missing][0]} has no physical block: use it before")
         return mapped
+
+    @property
+    def table(self) -> npt.NDArray[np.int32]:
+        """The physical block of each id, ``int32[num_blocks]``; 0 where an id has none. Read-only.
+
+        For a host that looks single ids up. It changes with the next call.
+        """
+        view = self._physical.view()
+        view.flags.writeable = False
+        return view
 
     def plan(self) -> DefragPlan | None:
         """Move used blocks down if that is due; returns the copies to carry out, or None.

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import PADDING_BLOCK
 from trencadis.kvcache.copy_plan import BlockCopy
@@ -21,7 +22,6 @@ from trencadis.kvcache.errors import (
     NotSwapped,
     UnknownSequence,
 )
-from trencadis.kvcache.prefix_cache import BlockKey
 from trencadis.kvcache.validators import integer
 
 BlockIds = npt.NDArray[np.int32]

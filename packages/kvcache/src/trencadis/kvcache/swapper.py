@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from operator import index
 
+from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.block_pool import BlockBitmap
 from trencadis.kvcache.config import NUM_HOST_BLOCKS, PADDING_BLOCK
 from trencadis.kvcache.copy_plan import BlockCopy, Copies
 from trencadis.kvcache.errors import InvalidBlock, NotSwapped, OutOfBlocks, OutOfHostBlocks
-from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex
+from trencadis.kvcache.prefix_cache import PrefixIndex
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.sequences import PASSED, BlockReferences, BlockTable, SequenceState
 from trencadis.kvcache.transfers import BandwidthGovernor, Transfer, TransferQueue

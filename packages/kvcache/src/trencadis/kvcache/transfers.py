@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
+from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.errors import InvalidSetting
-from trencadis.kvcache.prefix_cache import BlockKey
 from trencadis.kvcache.sequences import SequenceState
 from trencadis.kvcache.validators import integer, number
 

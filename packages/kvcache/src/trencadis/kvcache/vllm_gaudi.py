@@ -7,7 +7,7 @@ it). `install` in `vllm_plugin` puts it there; only the plugin's processes impor
 
 from __future__ import annotations
 
-import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +20,9 @@ import habana_frameworks.torch as htorch
 from trencadis.kvcache.config import PADDING_BLOCK, DefragConfig
 from trencadis.kvcache.copy_plan import BlockCopy, split_to_plan_sizes
 from trencadis.kvcache.defrag import warm_up_defragmenter
-from trencadis.kvcache.errors import InvalidBlock
 from trencadis.kvcache.remapper import BlockRemapper
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_THRESHOLD = 32
 """The plugin's."""
@@ -56,73 +57,76 @@ class OnlineDefragmenter:
     has keys and values of each layer, ``[slots, ...]``, values None for latent attention; the last
     block is the plugin's padding. ``enabled`` and the threshold are the plugin's settings;
     ``req_blocks`` are the blocks of each request.
+
+    It is off, with a warning, where layers have caches of several lengths, as models with state
+    layers do. The plugin's caches of scales are not moved, as the plugin does not move them.
     """
 
     def __init__(self, kv_caches: Iterable[Sequence[torch.Tensor | None]], block_size: int) -> None:
         config = get_config()
-        self.enabled = bool(config.defrag)
         self.kv_caches = tuple(kv_caches)
         self.block_size = block_size
-        self._caches = [
-            cache for layer in self.kv_caches for cache in layer[:2] if cache is not None
-        ]
+        self.req_blocks: dict[str, list[int]] = {}
         self._keeps = bool(config.prefix_caching)
         self._debug = init_debug_logger("defrag")
-        self.req_blocks: dict[str, list[int]] = {}
-        threshold = config.VLLM_DEFRAG_THRESHOLD
-        keys = self._caches[0]
-        self._device = keys.device
-        self._remapper = BlockRemapper(
-            keys.shape[0] // block_size - 1,
-            DefragConfig(
-                enabled=self.enabled,
-                threshold=DEFAULT_THRESHOLD if threshold is None else threshold,
-            ),
-        )
+        self._caches = _distinct(self.kv_caches)
+        self._device = self._caches[0].device
+        self.enabled = bool(config.defrag) and self._can_move()
         self.cache_utils = _compiled(BlockMover(block_size, self._device), config)
+        self._places: list[int] = []
+        """The place of each block; 0 for one that no request has."""
+        self._remapper: BlockRemapper | None = None
+        if self.enabled:
+            threshold = config.VLLM_DEFRAG_THRESHOLD
+            self._remapper = BlockRemapper(
+                self._caches[0].shape[0] // block_size - 1,
+                DefragConfig(threshold=DEFAULT_THRESHOLD if threshold is None else threshold),
+            )
+            self._note_places(self._remapper)
 
     def resolve(self, block_id: int) -> int:
-        """The place of a block. One that no request has, as in a warm-up, is its own place."""
-        if not self.enabled:
-            return block_id
-        try:
-            return int(self._remapper.physical(block_id))
-        except InvalidBlock:
-            return block_id
+        """The place of a block.
+
+        One that no request has, as in a warm-up, has one that no other block has.
+        """
+        block = int(block_id)
+        if block >= len(self._places):  # the plugin's padding; nothing is moved
+            return block
+        return self._places[block] or self._place_of_none(block)
 
     def resolve_all(self, block_table_list: list[list[int]]) -> list[list[int]]:
         """The places of the blocks of each request."""
-        if not self.enabled:
-            return block_table_list
-        try:
-            places = iter(self._remapper.physical([*itertools.chain(*block_table_list)]).tolist())
-        except InvalidBlock:
-            return [[self.resolve(block) for block in blocks] for blocks in block_table_list]
-        return [list(itertools.islice(places, len(blocks))) for blocks in block_table_list]
+        return [[self.resolve(block) for block in blocks] for blocks in block_table_list]
 
     def update_state(
         self, new_blocks: Mapping[str, Sequence[int]], finished_reqs: Iterable[str]
     ) -> None:
-        """Note what a step gives to requests, then what those that have finished had.
+        """Note what a step gives to requests, and what those that have finished had.
 
-        In this order, because vLLM may give a block of a finished request to another in the same
-        step, with its content. Block 0 stands for none.
+        First what is given, because vLLM may give a block of a finished request to another in the
+        same step, with its content, or to one with the same id. Block 0 stands for none.
         """
-        if not self.enabled:
+        remapper = self._remapper
+        if remapper is None:
             return
+        finished = [self.req_blocks.pop(request, ()) for request in finished_reqs]
         for request, given in new_blocks.items():
             blocks = [block for block in given if block != PADDING_BLOCK]
-            self._remapper.use(blocks)
+            remapper.use(blocks)
             self.req_blocks.setdefault(request, []).extend(blocks)
-        for request in finished_reqs:
-            self._remapper.release(self.req_blocks.pop(request, ()), keep=self._keeps)
+        for released in finished:
+            remapper.release(released, keep=self._keeps)
+        if new_blocks or finished:
+            self._note_places(remapper)
 
     def defragment(self) -> None:
         """Move blocks, if the highest place in use exceeds their number by the threshold."""
-        plan = self._remapper.plan()
-        if plan is None:
+        remapper = self._remapper
+        plan = None if remapper is None else remapper.plan()
+        if remapper is None or plan is None:
             return
         self._copy(plan.copies)
+        self._note_places(remapper)
         if self._debug:
             self._debug(
                 f"defragmentation done max_id_used={plan.highest_before}->{plan.highest_after} "
@@ -131,13 +135,44 @@ class OnlineDefragmenter:
 
     def warmup(self) -> None:
         """Run each size of a plan once, so that its graph is there; changes no content."""
-        if self.enabled:
+        if self._remapper is not None:
             warm_up_defragmenter(self._copy, self._remapper.pool.num_blocks)
+
+    def _note_places(self, remapper: BlockRemapper) -> None:
+        self._places = remapper.table.tolist()  # of which a single one is read in nanoseconds
+
+    def _place_of_none(self, block: int) -> int:
+        """A place that no block has, another one for each block without a place.
+
+        That of the same number, or else of the block that has it, and so on.
+        """
+        block_at = {place: other for other, place in enumerate(self._places) if place}
+        while block in block_at:
+            block = block_at[block]
+        return block
+
+    def _can_move(self) -> bool:
+        lengths = {cache.shape[0] for cache in self._caches}
+        if len(lengths) == 1 and self._caches[0].shape[0] >= 3 * self.block_size:
+            return True
+        logger.warning(
+            "Defragmentation is off: the caches have %s rows, and blocks of %d of these cannot be "
+            "moved in all of them",
+            sorted(lengths),
+            self.block_size,
+        )
+        return False
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         for part in split_to_plan_sizes(copies):
             srcs, dsts = torch.tensor(part, dtype=torch.long).T.contiguous().to(self._device)
             self.cache_utils(srcs, dsts, self._caches)
+
+
+def _distinct(kv_caches: Iterable[Sequence[torch.Tensor | None]]) -> list[torch.Tensor]:
+    """Keys and values, once each: layers may share theirs."""
+    tensors = (tensor for layer in kv_caches for tensor in layer[:2] if tensor is not None)
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _compiled(mover: BlockMover, config: Any) -> Any:

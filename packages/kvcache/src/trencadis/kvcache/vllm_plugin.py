@@ -11,6 +11,9 @@ logger = logging.getLogger(__name__)
 SWITCH = "TRENCADIS_VLLM_GAUDI"
 """Environment: what takes the plugin's place, separated by commas; nothing does by default."""
 
+NAMES = ("buckets", "defragmentation")
+"""What it may have; each is of a library."""
+
 NAME = "defragmentation"
 """In `SWITCH`: the defragmentation of this library."""
 
@@ -21,7 +24,10 @@ def install() -> None:
     vLLM calls this in each process before a model runner is made (``vllm.general_plugins``). Raises
     `ImportError` where the plugin for Gaudi is not installed.
     """
-    if NAME not in os.environ.get(SWITCH, "").replace(" ", "").split(","):
+    names = {name.strip() for name in os.environ.get(SWITCH, "").split(",")}
+    if unknown := names - {"", *NAMES}:
+        logger.warning("%s has %s: it may have %s", SWITCH, sorted(unknown), ", ".join(NAMES))
+    if NAME not in names:
         return
     from vllm_gaudi.extension import defragmentation  # noqa: PLC0415 - not without the switch
 

@@ -143,7 +143,8 @@ class SequenceGroup:
     - ``added_at_s``, ``started_at_s``: when the request came, and when the group last began to run,
       in seconds.
     - ``queue_s``: seconds from the request's arrival until the group first ran; None before that.
-    - ``away_s``: seconds that the group was preempted, until it last resumed.
+    - ``away_s``: seconds that the group was preempted, until it last resumed;
+      ``num_preemptions``: how often it was.
     - ``window``: that of `CacheConfig`: blocks that have left it are given back.
     """
 
@@ -166,6 +167,7 @@ class SequenceGroup:
     queue_s: float | None = None
     preempted_at_s: float = 0.0
     away_s: float = 0.0
+    num_preemptions: int = 0
     last_scheduled_step: int = 0
     window: int | None = None
 

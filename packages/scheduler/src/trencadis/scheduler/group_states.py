@@ -239,6 +239,7 @@ class GroupStates:
         self.running.remove(group)
         self.num_running_seqs -= group.num_seqs
         group.preempted_at_s = now
+        group.num_preemptions += 1
         self.resume_queue.add(group)
         self.num_preempted += not swapped
 

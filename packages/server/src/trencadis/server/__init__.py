@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trencadis.server.app import create_app
     from trencadis.server.engine_protocol import (
         AdapterEngine,
+        DescribedTokenizer,
         EmbeddingEngine,
         InspectableEngine,
         PairTokenizer,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdapterEngine",
+    "DescribedTokenizer",
     "EmbeddingEngine",
     "InspectableEngine",
     "LaunchError",
@@ -49,6 +51,7 @@ __all__ = [
 
 _MODULES = {
     "AdapterEngine": "engine_protocol",
+    "DescribedTokenizer": "engine_protocol",
     "EmbeddingEngine": "engine_protocol",
     "InspectableEngine": "engine_protocol",
     "LaunchError": "launch",

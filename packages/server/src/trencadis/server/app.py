@@ -13,6 +13,7 @@ from trencadis.server.api.error_responses import DescribedApp
 from trencadis.server.dashboard.feed import DashboardFeed
 from trencadis.server.engine_protocol import ServingEngine, as_switching
 from trencadis.server.generation.prompts import PromptEncoder
+from trencadis.server.generation.response_store import ResponseStore
 from trencadis.server.generation.served_model import ServedModels
 from trencadis.server.http.admin_calls import AdminAudit, AdminListener, AdminRateLimit
 from trencadis.server.http.admin_signatures import AdminSignatures
@@ -24,6 +25,7 @@ from trencadis.server.http.error_handlers import install_error_handlers
 from trencadis.server.http.json_body import JsonBodies
 from trencadis.server.http.key_limit import KeyLimit
 from trencadis.server.http.request_body import UNREAD_FACTOR, BodyLimit
+from trencadis.server.http.request_id_header import RequestIdHeader
 from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.metrics.tracing import RequestTracer
 from trencadis.server.routes.adapters import adapters_router
@@ -39,8 +41,9 @@ from trencadis.server.routes.messages import messages_router
 from trencadis.server.routes.models import models_router
 from trencadis.server.routes.pooling import pooling_router
 from trencadis.server.routes.responses import responses_router
+from trencadis.server.routes.stored_responses import end_background, stored_responses_router
 from trencadis.server.routes.switch import switch_router
-from trencadis.server.routes.tokens import tokens_router
+from trencadis.server.routes.tokens import tokenizer_info_router, tokens_router
 from trencadis.server.settings import ServerSettings
 from trencadis.server.switching.switch_control import SwitchControl
 
@@ -69,7 +72,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     )
     app.state.dashboard = dashboard
     _add_routes(app, context, dashboard)
-    install_error_handlers(app, settings.retry_after)
+    install_error_handlers(app, settings.retry_after, context.metrics.count_rejected)
     _add_middleware(app, context, keys)
     return app
 
@@ -89,6 +92,9 @@ def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool)
     switcher, switching = None, as_switching(engine)
     if switching is not None and metrics.switches is not None:
         switcher = SwitchControl(switching, settings, metrics.switches, lambda: metrics.num_active)
+    store = None
+    if settings.responses_store:
+        store = ResponseStore(settings.responses_store_size, settings.responses_store_ttl)
     return ServingContext(
         engine=engine,
         switching=switching,
@@ -98,6 +104,7 @@ def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool)
         encoder=encoder,
         models=models,
         switcher=switcher,
+        responses=store,
         created=int(time.time()),
         drain=Drain(),
     )
@@ -115,6 +122,8 @@ def _lifespan(
             context.switcher.idle.start()
         yield
         dashboard.close()
+        if context.responses is not None:
+            await end_background(context.responses)
         context.bodies.close()
         context.encoder.close()
         if context.switcher is not None:
@@ -130,6 +139,7 @@ def _add_routes(app: FastAPI, context: ServingContext, dashboard: DashboardFeed)
         chat_router,
         completions_router,
         responses_router,
+        stored_responses_router,
         messages_router,
         pooling_router,
         tokens_router,
@@ -141,6 +151,8 @@ def _add_routes(app: FastAPI, context: ServingContext, dashboard: DashboardFeed)
         admin_router,
     ):
         app.include_router(router(context))
+    if context.settings.enable_tokenizer_info_endpoint:
+        app.include_router(tokenizer_info_router(context))
     app.include_router(dashboard_router(dashboard, context.settings))
     app.include_router(docs_router())
 
@@ -187,3 +199,5 @@ def _add_middleware(app: FastAPI, context: ServingContext, keys: ApiKeys) -> Non
         app.add_middleware(AllowedHosts, hosts=settings.allowed_hosts)
     if settings.admin_port is not None:
         app.add_middleware(AdminListener, port=settings.admin_port, is_admin=is_admin)
+    if settings.enable_request_id_headers:
+        app.add_middleware(RequestIdHeader)

@@ -28,13 +28,19 @@ from trencadis.engine.settings import (
     warn_of_misspelt_variables,
 )
 from trencadis.server import __version__
-from trencadis.server.settings import CHAT, ServerSettings
+from trencadis.server.settings import CHAT, SERVER, ServerSettings
 
 if TYPE_CHECKING:
     from trencadis.engine import MultiModelConfig
 
 PER_MODEL = ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice")
 """Settings of the server that a file of models may set for each."""
+
+_ALWAYS_ON = {
+    "--enable-prompt-tokens-details": "usage always has the cached tokens of the prompt",
+    "--enable-server-load-tracking": "/load always answers",
+}
+"""Flags of vLLM for what this server does without a flag, and what that is."""
 
 INSECURE_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 """What Gaudi's vLLM plugin demands for a switch of models (seed 004)."""
@@ -216,6 +222,10 @@ def flag_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accepted for vLLM's command lines: tools that may not be called are always left out",
     )
+    for flag, said in _ALWAYS_ON.items():
+        groups[SERVER].add_argument(
+            flag, action="store_true", help=f"accepted for vLLM's command lines: {said}"
+        )
     return parser
 
 

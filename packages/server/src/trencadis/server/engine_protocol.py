@@ -76,6 +76,15 @@ class ServingTokenizer(Protocol):
         """
 
 
+@runtime_checkable
+class DescribedTokenizer(Protocol):
+    """A tokenizer that tells its configuration."""
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        """That of ``tokenizer_config.json``, as values of JSON."""
+
+
 class ServingEngine(Protocol):
     """A running engine that serves one model."""
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
 from trencadis.engine import ConfigError
-from trencadis.engine.settings import parse_flag, parse_size, setting, setting_field
+from trencadis.engine.settings import (
+    parse_flag,
+    parse_json_object,
+    parse_size,
+    setting,
+    setting_field,
+)
 from trencadis.engine.validators import boolean, integer, number, one_of, text
 
 MIB = 1024 * 1024
@@ -19,6 +25,16 @@ MODELS = "several models"
 """Groups of flags in ``--help``."""
 
 _PATH_PREFIX = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
+
+RESERVED_TEMPLATE_NAMES = frozenset(
+    {
+        *("messages", "conversation", "conversations", "chat_template", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "processor_kwargs"),
+    }
+)
+"""Arguments of a chat template that neither a client nor a setting may give."""
 
 _seconds = number(0, 86_400, exclusive_low=True)
 
@@ -35,6 +51,22 @@ def _path_prefix(_: object, attribute: attrs.Attribute[Any], path: object) -> No
     if not isinstance(path, str) or (path and not _PATH_PREFIX.fullmatch(path)):
         raise ConfigError(
             f"{attribute.name} must begin with / and not end with it, as in /llm, got {path!r}",
+            attribute.name,
+        )
+
+
+def _template_arguments(_: object, attribute: attrs.Attribute[Any], arguments: object) -> None:
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
+        raise ConfigError(
+            f"{attribute.name} must map names to values, as in {{'enable_thinking': False}}, got "
+            f"{arguments!r}",
+            attribute.name,
+        )
+    reserved = sorted(RESERVED_TEMPLATE_NAMES & arguments.keys())
+    if reserved:
+        raise ConfigError(
+            f"{attribute.name} may not set {', '.join(reserved)}, which the server sets: leave "
+            "it out",
             attribute.name,
         )
 
@@ -166,7 +198,59 @@ class ServerSettings:
         boolean(),
         "--enable-force-include-usage",
         group=SERVER,
-        help="every event of a stream of chat or completions has token counts, asked for or not",
+        help="every event of a stream has token counts",
+    )
+    return_tokens_as_token_ids: bool = setting_field(
+        False,
+        boolean(),
+        "--return-tokens-as-token-ids",
+        group=SERVER,
+        help="log-probabilities write tokens as token_id:N",
+    )
+    enable_tokenizer_info_endpoint: bool = setting_field(
+        False,
+        boolean(),
+        "--enable-tokenizer-info-endpoint",
+        group=SERVER,
+        help="answer GET /tokenizer_info",
+    )
+    enable_request_id_headers: bool = setting_field(
+        False,
+        boolean(),
+        "--enable-request-id-headers",
+        group=SERVER,
+        help="also probes have X-Request-Id",
+    )
+    default_chat_template_kwargs: Mapping[str, Any] = attrs.field(
+        factory=dict,
+        validator=_template_arguments,
+        metadata=setting(
+            "--default-chat-template-kwargs",
+            metavar="JSON",
+            group=CHAT,
+            parse=parse_json_object,
+            help="default arguments of the chat template, as in '{\"enable_thinking\": false}'",
+            default="none",
+        ),
+    )
+    responses_store: bool = setting_field(
+        False,
+        boolean(),
+        env="VLLM_ENABLE_RESPONSES_API_STORE",
+        parse=parse_flag,
+        help="whether /v1/responses stores responses",
+    )
+    responses_store_size: int = setting_field(
+        64 * MIB,
+        integer(1024, 1 << 40),
+        "--responses-store-size",
+        metavar="SIZE",
+        group=SERVER,
+        parse=parse_size,
+        help="most bytes of stored responses",
+    )
+    responses_store_ttl: float = setting_field(
+        86_400.0, _seconds, help="seconds that a response is stored"
     )
     prefix_cache_per_key: bool = setting_field(
         False,

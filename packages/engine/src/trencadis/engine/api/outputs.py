@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import add
 from typing import Any, Literal, TypeVar
 
 import attrs
@@ -32,7 +33,7 @@ class TokenLogprob:
 @attrs.frozen
 class PositionLogprobs:
     """Log-probabilities at one generated position: of the chosen token and of the most probable
-    tokens, the most probable first."""
+    tokens, the most probable first, or of ``logprob_token_ids``, in their order."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -56,11 +57,12 @@ class CompletionDelta:
     prefix hits. ``request_status``: whether the request was preempted until then. ``queue_s``: with
     the first token of an answer, the seconds that it waited in the core until it first ran; None
     for a request that was parked, which also waited for its model. ``away_s``: the seconds that it
-    was preempted until then, without those that it was parked. ``embedding``: of an engine with
-    the runner ``pooling``, the vector of the prompt, which has length 1, as float32 in little
-    endian, or of one that scores the logit alone; such a request has one delta, without text and
-    tokens. ``prompt_logprobs``: in the first delta of a request that asked for them, one for each
-    token of the prompt; the first, which no token precedes, is None.
+    was preempted until then, without those that it was parked. ``num_preemptions``: how often it
+    was preempted. ``embedding``: of an engine with the runner ``pooling``, the vector of the
+    prompt, which has length 1, as float32 in little endian, or of one that scores the logit alone;
+    such a request has one delta, without text and tokens. ``prompt_logprobs``: in the first delta
+    of a request that asked for them, one for each token of the prompt; the first, which no token
+    precedes, is None.
     """
 
     request_id: str
@@ -77,6 +79,11 @@ class CompletionDelta:
     embedding: bytes | None = None
     away_s: float = 0.0
     prompt_logprobs: tuple[PromptLogprobs | None, ...] | None = None
+    num_preemptions: int = 0
+
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Most tokens of the steps that `EngineStats` counts together. vLLM's, of its iterations."""
 
 
 def _total(default: Any = 0) -> Any:
@@ -120,11 +127,12 @@ class EngineStats:
     - ``num_running_seqs``: sequences that run.
     - ``max_running_seqs``: the running limit. Administrators and thermal policies lower it.
     - ``max_prefill_tokens``: the prefill limit, in tokens of a step. The same lower it.
-    - ``num_waiting_reqs``: requests that have not started.
+    - ``num_waiting_reqs``: requests that have not started; ``num_compiling_reqs`` of them wait for
+      their grammar.
     - ``num_swapped_reqs``: preempted requests whose KV cache is on the host.
     - ``num_preempted_reqs``: preempted requests without KV cache, which wait to be recomputed.
     - ``num_used_blocks``, ``num_total_blocks``: KV blocks on the device.
-    - ``block_size``: tokens of a KV block.
+    - ``block_size``: tokens of a KV block. ``max_model_len``: tokens of the longest sequence.
     - ``highest_block_in_use``: highest id of a used KV block.
     - ``num_queued_swaps``: KV blocks that wait to be swapped, because of the bandwidth limit.
     - ``num_buckets``, ``num_ready_buckets``: buckets, and those that warm-up has run or traffic has
@@ -152,6 +160,8 @@ class EngineStats:
     - ``num_prefill_tokens``: tokens of prefill chunks of two or more tokens; a single token runs in
       the decode batch. Prefix hits do not count; recomputed tokens count again.
     - ``num_generation_tokens``: tokens generated, of all sequences.
+    - ``num_steps_by_tokens``: steps, by the tokens of the prompts whose computation they ended, and
+      those that they generated: up to each of `STEP_TOKENS`, then above the last.
     - ``num_padded_tokens``: tokens computed as padding.
     - ``num_bucket_misses``: forward passes whose shape no bucket holds.
     - ``num_cold_forwards``: forward passes in a shape that neither warm-up nor traffic had
@@ -165,11 +175,13 @@ class EngineStats:
     max_running_seqs: int = 0
     max_prefill_tokens: int = 0
     num_waiting_reqs: int = 0
+    num_compiling_reqs: int = 0
     num_swapped_reqs: int = 0
     num_preempted_reqs: int = 0
     num_used_blocks: int = 0
     num_total_blocks: int = 0
     block_size: int = 0
+    max_model_len: int = 0
     highest_block_in_use: int = 0
     num_queued_swaps: int = 0
     num_buckets: int = 0
@@ -195,6 +207,7 @@ class EngineStats:
     num_defragmented_blocks: int = _total()
     num_prefill_tokens: int = _total()
     num_generation_tokens: int = _total()
+    num_steps_by_tokens: tuple[int, ...] = _total((0,) * (len(STEP_TOKENS) + 1))
     num_padded_tokens: int = _total()
     num_bucket_misses: int = _total()
     num_cold_forwards: int = _total()
@@ -209,7 +222,9 @@ class EngineStats:
 
 def plus_totals(stats: StatsT, earlier: StatsT) -> StatsT:
     """Statistics with their totals and those of ``earlier``, a process or a scheduler before."""
-    changes = {name: getattr(stats, name) + getattr(earlier, name) for name in _totals_of(stats)}
+    changes = {
+        name: _sum(getattr(stats, name), getattr(earlier, name)) for name in _totals_of(stats)
+    }
     return attrs.evolve(stats, **changes)
 
 
@@ -221,10 +236,23 @@ def with_totals(stats: StatsT, totals: StatsT) -> StatsT:
 def totals_since(stats: StatsT, base: StatsT) -> StatsT:
     """The totals alone, less those of ``base``; 0 where these are higher."""
     changes = {
-        name: max(type(value := getattr(stats, name))(0), value - getattr(base, name))
-        for name in _totals_of(stats)
+        name: _difference(getattr(stats, name), getattr(base, name)) for name in _totals_of(stats)
     }
     return attrs.evolve(type(stats)(), **changes)
+
+
+# A total is a number, or a tuple of numbers.
+
+
+def _sum(total: Any, other: Any) -> Any:
+    return tuple(map(add, total, other)) if isinstance(total, tuple) else total + other
+
+
+def _difference(total: Any, base: Any) -> Any:
+    """0 where ``base`` is higher."""
+    if isinstance(total, tuple):
+        return tuple(map(_difference, total, base))
+    return max(type(total)(0), total - base)
 
 
 def _totals_of(stats: EngineStats | ThermalStats) -> list[str]:

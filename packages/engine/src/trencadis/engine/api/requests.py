@@ -219,6 +219,7 @@ class GenerateRequest(PromptRequest):
             "logit_bias": params.logit_bias,
             "stop_token_ids": params.stop_token_ids,
             "allowed_token_ids": params.allowed_token_ids,
+            "logprob_token_ids": params.logprob_token_ids,
             "bad_words": [token for word in _bad_tokens(params) for token in word],
         }
         for name, token_ids in listed.items():

@@ -34,6 +34,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 4096
 MAX_BIASES = 4096
 MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_LOGPROB_TOKEN_IDS = 128
+"""vLLM's limit."""
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 128
 """In characters."""
@@ -81,6 +83,10 @@ def _bad_words(values: Iterable[str | Iterable[int]] | None) -> tuple[str | tupl
         word if keeps else _token_ids(word, "bad_words")
         for word, keeps in zip(words, is_text, strict=True)
     )
+
+
+def _logprob_token_ids(values: Iterable[int] | None) -> tuple[int, ...]:
+    return _token_ids(values, "logprob_token_ids")
 
 
 def _allowed_token_ids(values: Iterable[int] | None) -> tuple[int, ...] | None:
@@ -231,6 +237,14 @@ class SamplingParams:
         "Number of most probable tokens to report for each token of the prompt, besides it. "
         "Null: no log-probabilities of the prompt.",
     )
+    logprob_token_ids: tuple[int, ...] = attrs.field(
+        default=(),
+        converter=_logprob_token_ids,
+        metadata=_help(
+            f"At most {MAX_LOGPROB_TOKEN_IDS} token ids whose log-probabilities to report per "
+            "position, instead of the most probable ones. Needs logprobs."
+        ),
+    )
     logit_bias: Mapping[int, float] = attrs.field(
         factory=dict,
         converter=_biases,
@@ -274,6 +288,13 @@ class SamplingParams:
         if not _are_token_ids(value):
             for token in value:
                 _check_token_id(token, "stop_token_ids")
+
+    @logprob_token_ids.validator
+    def _check_logprob_token_ids(self, _: object, value: tuple[int, ...]) -> None:
+        _check_count(value, MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids")
+        if not _are_token_ids(value):
+            for token in value:
+                _check_token_id(token, "logprob_token_ids")
 
     @allowed_token_ids.validator
     def _check_allowed_token_ids(self, _: object, value: tuple[int, ...] | None) -> None:
@@ -362,6 +383,7 @@ class SamplingParams:
             "stop": ((),),
             "allowed_token_ids": (None,),
             "logprobs": (None,),
+            "logprob_token_ids": ((),),
             "prompt_logprobs": (None,),
         }
         for name, values in without_effect.items():
@@ -375,6 +397,8 @@ class SamplingParams:
         for name, without_effect in (("length_penalty", 1.0), ("early_stopping", False)):
             if getattr(self, name) != without_effect:
                 raise InvalidRequest(f"{name} needs use_beam_search", name)
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidRequest("logprob_token_ids needs logprobs: set it", "logprob_token_ids")
 
     def with_max_tokens(self, max_tokens: int | None) -> SamplingParams:
         """The same rules with another ``max_tokens``.

@@ -111,5 +111,6 @@ def _core(config: EngineConfig, device: Device) -> EngineCore:
         )
     if config.compile and (missing := device.compiler_missing()) is not None:
         raise ConfigError(f"compiling needs {missing}", "compile")
-    config = attrs.evolve(config, warmup="full", device=device)
+    # The events are those of a server, which may run beside this.
+    config = attrs.evolve(config, warmup="full", device=device, kv_events_config={})
     return EngineCore(config, InProcessExecutor(config, records=False))

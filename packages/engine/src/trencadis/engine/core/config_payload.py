@@ -29,6 +29,7 @@ OF_THE_DEVICE = (
     "thermal_devices",
     "thermal_policy",
     "thermal_policy_config",
+    "kv_events_config",
 )
 """Settings that all models of an engine share: they are of the device, which stays."""
 

@@ -10,6 +10,7 @@ import functools
 import logging
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
@@ -23,6 +24,7 @@ from trencadis.engine.api.requests import (
 )
 from trencadis.engine.core.adapter_slots import AdapterSlots
 from trencadis.engine.core.adapter_table import AdapterTable, NamedAdapter
+from trencadis.engine.core.kv_events import KVEventPublisher
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.step_sampling import StepSampling
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
@@ -43,6 +45,7 @@ from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.settings.engine_config import EngineConfig
+from trencadis.engine.settings.kv_events_config import KVEventsConfig
 from trencadis.engine.validators import items_of
 from trencadis.kvcache import BlockManager, CacheConfig, CopyPlan, Defragmenter, Direction
 from trencadis.scheduler import (
@@ -100,13 +103,23 @@ class EngineCore:
         )
         self._tables: dict[str, AdapterTable] = {}
         """The adapters of each model that was served, by its name."""
+        self._close_events: Callable[[], object] = lambda: None
         self._totals: dict[str, EngineStats] = {}
         """The totals of each model, up to when what counts them last began again at 0."""
         self._counted_before = EngineStats()
         """What the present counters said then: those of a model in the stash are not 0."""
-        self.executor.load(config)
-        self._serve(self.executor.plan_memory())
-        self._thermal.start()
+        events = KVEventsConfig.of(config.kv_events_config)
+        self._kv_events = KVEventPublisher(events) if events.publishes else None
+        if self._kv_events is not None:
+            # Also of an engine that is dropped without an end: the address stays in use otherwise.
+            self._close_events = weakref.finalize(self, self._kv_events.close)
+        try:
+            self.executor.load(config)
+            self._serve(self.executor.plan_memory())
+            self._thermal.start()
+        except BaseException:
+            self._close_events()
+            raise
 
     def _serve(self, facts: ModelFacts) -> None:
         """Build everything that depends on the model or its cache; nothing of it exists yet."""
@@ -134,9 +147,14 @@ class EngineCore:
                 num_host_blocks=facts.num_host_blocks,
                 enable_prefix_caching=config.enable_prefix_caching,
                 window=window,
+                record_events=self._kv_events is not None,
             ),
             governor=swap_governor(config, facts.block_bytes),
         )
+        if self._kv_events is not None:
+            # That what another cache had is gone. It is told with the first step: by then a
+            # subscriber of an earlier core has connected again.
+            self.blocks.reset_prefix_cache()
         self._defragmenter = None
         if facts.read is DecodeRead.PREFIX:  # only a prefix gets shorter when blocks move down
             shared = facts.num_shared_blocks
@@ -197,6 +215,8 @@ class EngineCore:
         """
         self.requests.abort_all()
         self.scheduler.abort_admitted()
+        if self._kv_events is not None:
+            self._publish_events(self._kv_events)
         self._in_flight.clear()
         counted = self._counted()
         self._totals[self.config.name], self._counted_before = self._since_start(counted), counted
@@ -241,11 +261,13 @@ class EngineCore:
             max_running_seqs=self._running_limit,
             max_prefill_tokens=self._prefill_limit,
             num_waiting_reqs=requests[SequenceStatus.WAITING],
+            num_compiling_reqs=len(self.requests.compiling),
             num_swapped_reqs=requests[SequenceStatus.SWAPPED],
             num_preempted_reqs=requests[SequenceStatus.PREEMPTED],
             num_used_blocks=self.blocks.pool.num_used_blocks,
             num_total_blocks=self.blocks.pool.num_usable_blocks,
             block_size=self.blocks.config.block_size,
+            max_model_len=self.max_model_len,
             highest_block_in_use=self.blocks.pool.highest_used_block,
             num_queued_swaps=self.blocks.num_queued_swaps,
             num_buckets=self.facts.num_buckets,
@@ -271,6 +293,7 @@ class EngineCore:
             num_defragmented_blocks=self._defragmenter.num_moved if self._defragmenter else 0,
             num_prefill_tokens=self._num_prefill_tokens,
             num_generation_tokens=self._sampling.num_generation_tokens,
+            num_steps_by_tokens=tuple(self._sampling.num_steps_by_tokens),
             num_padded_tokens=executor.num_padded_tokens,
             num_bucket_misses=executor.num_bucket_misses,
             num_cold_forwards=executor.num_cold_forwards,
@@ -394,8 +417,11 @@ class EngineCore:
             tokens = self._run_step()
         except Exception as error:
             self._recover(error)
-            return []
-        self._num_failed_steps = 0
+            tokens = []
+        else:
+            self._num_failed_steps = 0
+        if self._kv_events is not None:
+            self._publish_events(self._kv_events)
         return tokens
 
     def take_failures(self) -> list[RequestError | Rejected]:
@@ -529,3 +555,9 @@ class EngineCore:
         self._grammars.close()
         self._thermal.stop()
         self.executor.close()
+        self._close_events()
+
+    def _publish_events(self, publisher: KVEventPublisher) -> None:
+        """Tell what the prefix cache got and lost; later, where too much waits to be told."""
+        if publisher.has_space and (events := self.blocks.take_events()):
+            publisher.publish(events, self.blocks.config.block_size)

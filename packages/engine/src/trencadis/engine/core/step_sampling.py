@@ -7,11 +7,12 @@ requests and their samples.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
-from trencadis.engine.api.outputs import FinishReason
+from trencadis.engine.api.outputs import STEP_TOKENS, FinishReason
 from trencadis.engine.core.request_table import Entry, RequestTable, Sample
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import GrammarMatcher, StepMasks
@@ -47,7 +48,8 @@ class StepSampling:
 
     ``num_prompt_tokens`` counts the prompt tokens of all requests that have generated a token: each
     prompt once, cached and recomputed tokens not counted again; ``num_cached_tokens`` of them were
-    prefix hits. ``num_generation_tokens`` counts reported tokens.
+    prefix hits. ``num_generation_tokens`` counts reported tokens. ``num_steps_by_tokens``: see
+    `EngineStats`.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class StepSampling:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generation_tokens = 0
+        self.num_steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
+        self._num_tokens = 0
         self.needs_results = False
         """Whether the rows of the last step are followed by rows that depend on the tokens: those
         of penalties and of structured outputs."""
@@ -181,7 +185,15 @@ class StepSampling:
                 is_last = number == len(step.forced.get(update.seq_id, ()))
                 tokens.append(self._new_token(sample, update, result, is_last=is_last))
         self.num_generation_tokens += sum(token.embedding is None for token in tokens)
+        self._count_step()
         return tokens
+
+    def _count_step(self) -> None:
+        """Count a step by the tokens that it adds to the totals, where there are any."""
+        total = self.num_prompt_tokens - self.num_cached_tokens + self.num_generation_tokens
+        if total > self._num_tokens:
+            self.num_steps_by_tokens[bisect_left(STEP_TOKENS, total - self._num_tokens)] += 1
+            self._num_tokens = total
 
     def _new_token(
         self, sample: Sample, update: SequenceUpdate, result: StepResult, *, is_last: bool
@@ -211,6 +223,7 @@ class StepSampling:
             result.embeddings.get(update.seq_id),
             sequence.group.away_s,
             self._table.take_prompt_logprobs(entry) if self._table.scored else None,
+            sequence.group.num_preemptions,
         )
         if reason is not None:
             self._table.end_sample(entry, sample.index)
@@ -258,9 +271,11 @@ class StepSampling:
             yield NewToken(entry.key, index, token_id, None, cached, None, status, False, queue_s)
             queue_s = None
         reason = _finish_reason(result.finish_reason)
-        away_s = entry.groups[0].away_s
+        group = entry.groups[0]
         yield NewToken(
-            entry.key, index, last, reason, cached, None, status, False, queue_s, away_s=away_s
+            *(entry.key, index, last, reason, cached, None, status, False, queue_s),
+            away_s=group.away_s,
+            num_preemptions=group.num_preemptions,
         )
         self._table.end_sample(entry, index)
 

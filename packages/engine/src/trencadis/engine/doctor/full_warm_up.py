@@ -30,6 +30,8 @@ def check_full_warm_up(engine: ServedEngine) -> Finding:
     if not engine.worker.captures_graphs and not engine.core.config.compile:
         return absent("nothing is captured or compiled here")
     longest = min(engine.core.config.block_size, engine.core.max_model_len)
+    if longest < 2:
+        return absent("a block holds a single token")
     length = min(_PROMPT_TOKENS, longest // 2)
     prompts = [engine.prompt(length, number=i) for i in range(_ROWS)]
     params = [attrs.evolve(GREEDY, max_tokens=min(_TOKENS, longest - length))] * _ROWS
@@ -75,6 +77,7 @@ def _few_buckets(config: EngineConfig, longest: int) -> dict[str, Any]:
         "record_traffic": None,
         "bucketing": BucketingConfig(
             strategy="lin",
+            contiguous_pa=config.bucketing is None or config.bucketing.contiguous_pa,
             prompt_batch=_only(1),
             prompt_query=_only(longest),
             decode_batch=_only(_ROWS),

@@ -27,7 +27,7 @@ _PARAMS: Mapping[str, Mapping[str, Any]] = {
     "draw random": _DRAWN,
     "draw top-p": {**_DRAWN, "top_p": 0.9},
     "draw top-k": {**_DRAWN, "top_k": 20},
-    "log-probabilities": {"logprobs": 3},
+    "log-probabilities": {"logprobs": 3, "logprob_token_ids": (1,)},
     "edits": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "logit_bias": {1: -1.0}},
     "beam search": {"use_beam_search": True, "n": 2, "best_of": 2, "ignore_eos": False},
 }

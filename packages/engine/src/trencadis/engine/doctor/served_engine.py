@@ -68,7 +68,8 @@ class ServedEngine:
     def core(self) -> EngineCore:
         """The engine, started by its first use."""
         if self._core is None:
-            changes = {"warmup": "none", "on_bucket_miss": "auto", **self._changes}
+            changes: dict[str, Any] = {"warmup": "none", "on_bucket_miss": "auto"}
+            changes |= {"kv_events_config": {}, **self._changes}
             config = attrs.evolve(self.config, device=self.device, **changes)
             self._executor = InProcessExecutor(config, records=False)
             core = EngineCore(config, self._executor)
@@ -85,9 +86,10 @@ class ServedEngine:
 
     def start_again(self, **changes: Any) -> None:
         """Release the engine; its next use starts one with these settings beside the user's."""
-        if self._core is not None and self._executor is not None:
+        if self._core is not None:
             self._core.close()
-            self._executor.worker.discard()
+        if self._executor is not None and hasattr(self._executor, "worker"):
+            self._executor.worker.discard()  # also of a start that failed
         self._core = self._executor = None
         self._changes = changes
         gc.collect()

@@ -164,6 +164,7 @@ class RequestStream:
             deltas[0].request_status,
             deltas[0].queue_s,
             away_s=last.away_s,
+            num_preemptions=last.num_preemptions,
         )
 
 
@@ -243,4 +244,5 @@ class SampleStream:
             token.request_status,
             token.queue_s,
             away_s=token.away_s,
+            num_preemptions=token.num_preemptions,
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -73,6 +74,17 @@ _SLICE_CHARACTERS = 1 << 14
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 """A token of a vocabulary with byte fallback that stands for one byte."""
+
+
+def _as_json(value: Any) -> Any:
+    """A value of a tokenizer's configuration: of a special token its text."""
+    if isinstance(value, AddedToken):
+        return value.content
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(each) for each in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 class Tokenizer:
@@ -170,6 +182,16 @@ class Tokenizer:
         if isinstance(template, Mapping):  # templates by name, as transformers chooses them
             template = template.get("tool_use", template.get("default"))
         return str(template) if template else None
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What ``tokenizer_config.json`` says, as values of JSON, without paths of this machine."""
+        values = {
+            name: value
+            for name, value in self._tokenizer.init_kwargs.items()
+            if name != "name_or_path" and not name.endswith("_file")
+        }
+        return {**_as_json(values), "tokenizer_class": type(self._tokenizer).__name__}
 
     def to_json(self) -> str:
         """The text of ``tokenizer.json``, without padding and truncation."""

@@ -236,11 +236,12 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True):
 
     ``completes_grammar``: it is the last one because a structured output is complete with it. It
     belongs to the text, other than a stop token. ``queue_s``: with the first token of a sample, the
-    seconds that it waited until it first ran. For beam search, ``index`` is the rank of the
-    result, and all tokens come when the search ends. ``embedding``: the vector that the request
-    gets instead of a token, see `CompletionDelta`. ``away_s``: see there, too. ``prompt_logprobs``:
-    with the first token after they are known, those of the request's prompt from its second token
-    on, in the form of the runner's `ChunkScores`, as float32 in little endian.
+    seconds that it waited until it first ran. For beam search, ``index`` is the rank of the result,
+    and all tokens come when the search ends. ``embedding``: the vector that the request gets
+    instead of a token, see `CompletionDelta`. ``away_s`` and ``num_preemptions``: see there, too.
+    ``prompt_logprobs``: with the first token after they are known, those of the request's prompt
+    from its second token on, in the form of the runner's `ChunkScores`, as float32 in little
+    endian.
     """
 
     key: str
@@ -255,6 +256,7 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True):
     embedding: bytes | None = None
     away_s: float = 0.0
     prompt_logprobs: bytes | None = None
+    num_preemptions: int = 0
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):

@@ -1,17 +1,17 @@
 """Samples on the device that computed the logits: token ids cross to the host, logits do not.
 
 Every program has a static shape, which depends on the padded number of rows and on nothing that a
-request asks for: a draw for each `DrawKind`, a report of log-probabilities, a change of logits in
-chunks of `_EDITS_AT_ONCE`, the masks of structured outputs, a ranking for beams. A lazy device gets
-a step mark after each, so that programs that follow each other do not become one recipe for each
-combination.
+request asks for: a draw for each `DrawKind`, two reports of log-probabilities, a change of logits
+in chunks of `_EDITS_AT_ONCE`, the masks of structured outputs, a ranking for beams. A lazy device
+gets a step mark after each, so that programs that follow each other do not become one recipe for
+each combination.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,12 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from trencadis.engine.api.outputs import PositionLogprobs, TokenLogprob
-from trencadis.engine.api.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
+from trencadis.engine.api.sampling_params import (
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    SamplingParams,
+)
 from trencadis.engine.devices import Device
 from trencadis.engine.runner.draw import (
     NUM_FLOATS,
@@ -94,6 +99,9 @@ class DeviceSampler:
     ) -> PendingRows:
         outputs: list[torch.Tensor] = []
         beams = [row if row and row.num_candidates else None for row in requests]
+        if _lists_logprobs(requests):
+            token_ids = self._device.upload(torch.from_numpy(_listed(requests, len(logits))))
+            outputs.append(self._run("report listed", _report_listed, logits, token_ids))
         passes = _num_passes(requests)
         # The samples of a row share their tokens and parameters, and so the changes of its logits.
         rows = _samples(requests, 0)
@@ -194,6 +202,11 @@ def _report(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return torch.cat((own, _best(logprobs, MAX_LOGPROBS)), dim=1)
 
 
+def _report_listed(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[rows, n]``: log-probabilities of the tokens ``[rows, n]``."""
+    return _log_softmax(logits).gather(1, token_ids.long())
+
+
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """fp32 ``[rows, 2n]``: the n largest scores, then their ids, which fp32 holds up to 2**24."""
     values, ids = scores.topk(min(count, scores.shape[-1]), dim=-1)
@@ -227,9 +240,24 @@ def _wants_logprobs(rows: Sequence[RowRequest | None]) -> bool:
     return any(row is not None and row.samples[0].params.logprobs is not None for row in rows)
 
 
+def _lists_logprobs(rows: Sequence[RowRequest | None]) -> bool:
+    return any(row is not None and row.samples[0].params.logprob_token_ids for row in rows)
+
+
+def _listed(rows: Sequence[RowRequest | None], batch: int) -> IntArray:
+    """The ``logprob_token_ids``, int32 ``[batch, n]``, filled up with token 0."""
+    ids = np.zeros((batch, MAX_LOGPROB_TOKEN_IDS), np.int32)
+    for i, row in enumerate(rows):
+        if row is not None:
+            listed = row.samples[0].params.logprob_token_ids
+            ids[i, : len(listed)] = listed
+    return ids
+
+
 def _read(requests: Sequence[RowRequest | None], copies: Sequence[torch.Tensor]) -> list[RowResult]:
     """The results in the outputs of `DeviceSampler.launch`, in its order."""
     remaining = iter(copies)
+    listed = next(remaining).tolist() if _lists_logprobs(requests) else [[]] * len(requests)
     tokens: list[list[SampledToken]] = [[] for _ in requests]
     for number in range(_num_passes(requests)):
         rows = _samples(requests, number)
@@ -237,8 +265,10 @@ def _read(requests: Sequence[RowRequest | None], copies: Sequence[torch.Tensor])
         report = next(remaining).tolist() if _wants_logprobs(rows) else []
         for i, row in enumerate(rows):
             if row is not None:
-                count = row.samples[0].params.logprobs
-                logprobs = None if count is None else _logprobs(ids[i], report[i], count)
+                params = row.samples[0].params
+                logprobs = None
+                if params.logprobs is not None:
+                    logprobs = _logprobs(ids[i], report[i], listed[i], params)
                 tokens[i].append(SampledToken(ids[i], logprobs))
     if not any(row and row.num_candidates for row in requests):
         return [RowResult(row) for row in tokens]
@@ -249,8 +279,14 @@ def _read(requests: Sequence[RowRequest | None], copies: Sequence[torch.Tensor])
     ]
 
 
-def _logprobs(token: int, report: Sequence[float], count: int) -> PositionLogprobs:
-    top = tuple(TokenLogprob(*pair) for pair in _pairs(report[1:], count))
+def _logprobs(
+    token: int, report: Sequence[float], listed: Sequence[float], params: SamplingParams
+) -> PositionLogprobs:
+    """Those of a token, from its rows of `_report` and `_report_listed`."""
+    pairs: Iterable[tuple[int, float]] = zip(params.logprob_token_ids, listed, strict=False)
+    if not params.logprob_token_ids:
+        pairs = _pairs(report[1:], params.logprobs or 0)
+    top = tuple(TokenLogprob(*pair) for pair in pairs)
     return PositionLogprobs(TokenLogprob(token, report[0]), top)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from trencadis.engine.api.outputs import PositionLogprobs, TokenLogprob
+from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.grammars.matcher import allowed_tokens
 from trencadis.engine.runner.bisection import kept_by_bisection
 from trencadis.engine.runner.draw import (
@@ -113,8 +114,9 @@ def sample(logits: torch.Tensor, rows: Sequence[RowRequest]) -> list[SampledToke
 
     Log-probabilities are computed from the unmodified logits, as in the OpenAI API.
     """
-    wanted = [row.samples[0].params.logprobs for row in rows]
-    raw = torch.log_softmax(logits, dim=-1) if any(n is not None for n in wanted) else None
+    asked = [row.samples[0].params for row in rows]
+    wanted = any(params.logprobs is not None for params in asked)
+    raw = torch.log_softmax(logits, dim=-1) if wanted else None
     if any(row.samples[0].changes_logits for row in rows):
         logits = _edited(logits, rows)
     if any(row.mask is not None for row in rows):
@@ -127,9 +129,7 @@ def sample(logits: torch.Tensor, rows: Sequence[RowRequest]) -> list[SampledToke
     tokens = sampled.masked_fill(~(chosen > -math.inf), NO_TOKEN).tolist()
     if raw is None:
         return [SampledToken(token) for token in tokens]
-    return [
-        SampledToken(token, _report(raw[i], token, wanted[i])) for i, token in enumerate(tokens)
-    ]
+    return [SampledToken(token, _report(raw[i], token, asked[i])) for i, token in enumerate(tokens)]
 
 
 def argmax_in_blocks(scores: torch.Tensor) -> torch.Tensor:
@@ -292,10 +292,14 @@ def _few_rows(logits: torch.Tensor) -> list[slice]:
     return [slice(start, start + count) for start in range(0, len(logits), count)]
 
 
-def _report(logprobs: torch.Tensor, token: int, count: int | None) -> PositionLogprobs | None:
-    if count is None or token == NO_TOKEN:
+def _report(logprobs: torch.Tensor, token: int, params: SamplingParams) -> PositionLogprobs | None:
+    if params.logprobs is None or token == NO_TOKEN:
         return None
-    values, ids = logprobs.topk(count)
+    if params.logprob_token_ids:
+        ids = torch.tensor(params.logprob_token_ids)
+        values = logprobs[ids]
+    else:
+        values, ids = logprobs.topk(params.logprobs)
     top = zip(ids.tolist(), values.tolist(), strict=True)
     return PositionLogprobs(
         TokenLogprob(token, float(logprobs[token])),

@@ -18,6 +18,7 @@ _OTHER_PROGRAMS = (
     SamplingParams(
         temperature=0.0,
         logprobs=0,
+        logprob_token_ids=(0,),
         logit_bias={0: 1.0},
         structured_output=StructuredOutput(json_object=True),
     ),

@@ -38,6 +38,7 @@ from trencadis.engine.settings.flags import (
     variables_of,
     warn_of_misspelt_variables,
 )
+from trencadis.engine.settings.kv_events_config import KVEventsConfig
 from trencadis.engine.settings.library_settings import (
     AXIS_SETTINGS,
     BUCKETING_VARIABLES,
@@ -156,7 +157,7 @@ def parse_module(text: str) -> tuple[str, str]:
     return name, directory
 
 
-def _is_pair_of_texts(value: object) -> bool:
+def _is_pair_of_texts(value: Any) -> bool:
     is_pair = isinstance(value, tuple) and len(value) == 2
     return is_pair and all(isinstance(each, str) for each in value)
 
@@ -183,6 +184,11 @@ def _check_modules(_: object, attribute: attrs.Attribute[Any], value: object) ->
             f"{{'sql': '/adapters/sql'}}, got {shown(value)}",
             attribute.name,
         )
+
+
+def _check_kv_events(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    del attribute
+    KVEventsConfig.of(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -546,6 +552,19 @@ class EngineConfig(CapacitySettings):
         ),
     )
 
+    kv_events_config: Mapping[str, Any] = attrs.field(
+        factory=dict,
+        validator=_check_kv_events,
+        metadata=setting(
+            "--kv-events-config",
+            metavar="JSON",
+            group=MEMORY,
+            parse=parse_json_object,
+            help="publishes what the prefix cache gets and loses, with the token ids of prompts: "
+            "'{\"enable_kv_cache_events\": true}', and vLLM's other names",
+            default="nothing is published",
+        ),
+    )
     engine_restarts: int = setting_field(
         3,
         integer(0, INT32_MAX),

@@ -11,10 +11,13 @@ import numpy.typing as npt
 
 from trencadis.bucketing import BucketingError, read_trace
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.validators import integer
 from trencadis.scheduler import Request
 
 MAX_PREFIX = 1 << 24
 """Most tokens that prompts share."""
+
+_PREFIX = integer(0, MAX_PREFIX, remedy="pass the tokens of the system prompt")
 
 
 @attrs.frozen(eq=False)
@@ -75,11 +78,7 @@ def read_workload(
         raise ConfigError(f"rate_scale must be above 0, got {rate_scale!r}: 2 doubles the load")
     if num_requests is not None and num_requests < 1:
         raise ConfigError(f"num_requests must be at least 1, got {num_requests!r}")
-    if not 0 <= shared_prefix <= MAX_PREFIX:
-        raise ConfigError(
-            f"shared_prefix must be an integer from 0 to {MAX_PREFIX}, got {shared_prefix!r}: pass "
-            "the tokens of the system prompt"
-        )
+    shared_prefix = _PREFIX.checked("shared_prefix", shared_prefix)
     trace = read_trace(path)
     if trace.arrivals is None or trace.outputs is None:
         raise ConfigError(

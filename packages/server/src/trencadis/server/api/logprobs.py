@@ -38,10 +38,13 @@ class TokensAsIds:
 
 
 def chat_logprobs(
-    tokenizer: TokenTexts, positions: Iterable[PositionLogprobs]
+    tokenizer: TokenTexts, positions: Iterable[PositionLogprobs], *, with_chosen: bool = False
 ) -> list[ChatCompletionTokenLogprob]:
-    """The format of chat completions: one entry per generated token."""
-    return [_chat_position(tokenizer, position) for position in positions]
+    """The format of chat completions: one entry per generated token.
+
+    ``with_chosen``: the others always include it, as in vLLM with ``logprob_token_ids``.
+    """
+    return [_chat_position(tokenizer, position, with_chosen) for position in positions]
 
 
 class TextOffset:
@@ -67,14 +70,14 @@ def completion_logprobs(
     positions: Iterable[PositionLogprobs],
     offset: TextOffset,
     *,
-    num_logprobs: int,
+    num_logprobs: int | None,
     first_token: int | None = None,
 ) -> Logprobs:
     """The format of completions: parallel lists with an entry per token.
 
     ``offset`` is that of the first token, and afterwards that of the next one. The
-    ``num_logprobs`` top log-probabilities always include the chosen token. ``first_token``: that of
-    an echoed prompt, which has none, precedes the ``positions``.
+    ``num_logprobs`` top log-probabilities, None: all of them, always include the chosen token.
+    ``first_token``: that of an echoed prompt, which has none, precedes the ``positions``.
     """
     texts: list[str] = []
     offsets: list[int] = []
@@ -126,13 +129,17 @@ def prompt_logprobs(
     return written
 
 
-def _chat_position(tokenizer: TokenTexts, position: PositionLogprobs) -> ChatCompletionTokenLogprob:
+def _chat_position(
+    tokenizer: TokenTexts, position: PositionLogprobs, with_chosen: bool
+) -> ChatCompletionTokenLogprob:
+    others = (position.chosen, *position.top) if with_chosen else position.top
+    by_id = {token.token_id: token for token in others}
     text = tokenizer.token_text(position.chosen.token_id)
     return ChatCompletionTokenLogprob(
         token=text,
         bytes=list(tokenizer.token_bytes(position.chosen.token_id)),
         logprob=_finite(position.chosen.logprob),
-        top_logprobs=[_top(tokenizer, token) for token in position.top],
+        top_logprobs=[_top(tokenizer, token) for token in by_id.values()],
     )
 
 

@@ -113,6 +113,11 @@ class PoolingBody(RequestBody):
         asked = self.truncate_prompt_tokens
         return max_model_len if asked == -1 else asked
 
+    @property
+    def keeps_end(self) -> bool:
+        """Whether a longer input is cut at its beginning."""
+        return False
+
     @abstractmethod
     def named_inputs(self) -> dict[str, str | list[int]]:
         """The inputs to embed, by the names under which the client knows them."""
@@ -187,6 +192,24 @@ class EmbeddingRequest(PoolingBody):
         "query; by default the one that it declares as default, if any.",
     )
 
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None,
+        description="Where truncate_prompt_tokens cuts: right, the default, or left.",
+    )
+
+    @property
+    def keeps_end(self) -> bool:
+        return self.truncation_side == "left"
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> Self:
+        if self.keeps_end and self.truncate_prompt_tokens is None:
+            raise InvalidRequest(
+                "truncation_side needs truncate_prompt_tokens, which says how much is kept",
+                "truncation_side",
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_prompt_name(self) -> Self:
         if self.prompt_name is not None and not all(isinstance(each, str) for each in self.input):
@@ -235,8 +258,10 @@ class CohereEmbedRequest(PoolingBody):
     output_dimension: int | None = Field(
         default=None, ge=1, le=2**31 - 1, description="As dimensions of /v1/embeddings."
     )
-    truncate: Literal["NONE", "END"] | None = Field(
-        default=None, description="END, the default: longer texts are cut; NONE: they are an error."
+    truncate: Literal["NONE", "START", "END"] | None = Field(
+        default=None,
+        description="Where longer texts are cut: END, the default, or START; NONE: they are an "
+        "error.",
     )
     max_tokens: int | None = Field(
         default=None, ge=1, le=2**31 - 1, description="So many tokens of a text are kept."
@@ -245,6 +270,10 @@ class CohereEmbedRequest(PoolingBody):
     @property
     def text_prompt(self) -> str | None:
         return self.input_type
+
+    @property
+    def keeps_end(self) -> bool:
+        return self.truncate == "START"
 
     def kept_tokens(self, max_model_len: int) -> int | None:
         if self.truncate == "NONE":

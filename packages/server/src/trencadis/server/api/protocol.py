@@ -32,6 +32,7 @@ from trencadis.engine import (
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_CACHE_SALT,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
     InvalidRequest,
     RequestFields,
@@ -50,6 +51,7 @@ from trencadis.server.api.structured_output import (
 from trencadis.server.api.tools import MAX_TOOLS, FunctionTool, ToolChoice, ToolChoiceField
 from trencadis.server.api.unsupported_fields import refuse_unsupported
 from trencadis.server.request_ids import REQUEST_ID_PATTERN
+from trencadis.server.settings import RESERVED_TEMPLATE_NAMES
 
 MAX_CHOICES = 1024
 """Maximum number of choices (prompts times ``n``) of one request."""
@@ -70,15 +72,6 @@ _GUIDED = {
     "guided_grammar": "grammar",
 }
 """The older fields of vLLM, and what each is in `StructuredOutput`."""
-
-_RESERVED_TEMPLATE_NAMES = frozenset(
-    {
-        *("messages", "conversation", "conversations", "chat_template", "tools", "documents"),
-        *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
-        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-        *("tokenizer_kwargs", "processor_kwargs"),
-    }
-)
 
 
 def _parameter(name: str, *, default: Any = None, low: int | None = None) -> Any:
@@ -115,7 +108,7 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
 
 
 def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    reserved = sorted(_RESERVED_TEMPLATE_NAMES & value.keys())
+    reserved = sorted(RESERVED_TEMPLATE_NAMES & value.keys())
     if reserved:
         raise InvalidRequest(f"may not set {', '.join(reserved)}")
     try:
@@ -209,18 +202,10 @@ class RequestBody(BaseModel):
         return cast(RequestFields, fields)
 
 
-class GenerationRequest(RequestBody):
-    """The fields that completions and chat completions share.
+class SamplingFields(RequestBody):
+    """The fields of the Responses API, completions and chat completions that shape an answer."""
 
-    The fields of `SamplingParams` have its names, ranges and descriptions. Null means its default.
-    """
-
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     priority: Priority | None = None
-    request_id: RequestId | None = None
-    # sampling parameters
-    n: int | None = _parameter("n")
     temperature: float | None = _parameter("temperature")
     top_p: float | None = _parameter("top_p")
     top_k: int | None = _parameter("top_k")
@@ -232,24 +217,41 @@ class GenerationRequest(RequestBody):
     logit_bias: Annotated[
         dict[int, float] | None, PlainValidator(_logit_bias, dict[str, float] | None)
     ] = _parameter("logit_bias")
-    max_tokens: int | None = _parameter("max_tokens")
-    min_tokens: int | None = _parameter("min_tokens")
-    prompt_logprobs: int | None = _parameter("prompt_logprobs")
     stop: Annotated[Listed[Text] | None, BeforeValidator(_as_list, str | list[str] | None)] = (
         _parameter("stop")
     )
     stop_token_ids: (
         Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None
     ) = _parameter("stop_token_ids")
-    allowed_token_ids: (
-        Annotated[list[int], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
-    ) = _parameter("allowed_token_ids")
-    bad_words: Annotated[list[Text], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = (
-        _parameter("bad_words")
-    )
     ignore_eos: bool | None = _parameter("ignore_eos")
     include_stop_str_in_output: bool | None = _parameter("include_stop_str_in_output")
     skip_special_tokens: bool | None = _parameter("skip_special_tokens")
+    structured_outputs: StructuredOutputs | None = None
+
+
+class GenerationRequest(SamplingFields):
+    """The fields that completions and chat completions share.
+
+    The fields of `SamplingParams` have its names, ranges and descriptions. Null means its default.
+    """
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: RequestId | None = None
+    # sampling parameters
+    n: int | None = _parameter("n")
+    max_tokens: int | None = _parameter("max_tokens")
+    min_tokens: int | None = _parameter("min_tokens")
+    prompt_logprobs: int | None = _parameter("prompt_logprobs")
+    allowed_token_ids: (
+        Annotated[list[int], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = _parameter("allowed_token_ids")
+    logprob_token_ids: (
+        Annotated[list[int], Field(fail_fast=True, max_length=MAX_LOGPROB_TOKEN_IDS)] | None
+    ) = _parameter("logprob_token_ids")
+    bad_words: Annotated[list[Text], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = (
+        _parameter("bad_words")
+    )
     use_beam_search: bool | None = _parameter("use_beam_search")
     length_penalty: float | None = _parameter("length_penalty")
     early_stopping: SkipValidation[bool | Literal["never"] | None] = _parameter("early_stopping")
@@ -277,7 +279,6 @@ class GenerationRequest(RequestBody):
     )
     # the form of the answers
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: Listed[str] | None = None
@@ -575,6 +576,11 @@ class CompletionRequest(GenerationRequest):
             )
         if self.drops_output and not self.echo:
             raise InvalidRequest("max_tokens 0 needs echo to be true", "max_tokens")
+        if self.drops_output and self.logprob_token_ids:
+            raise InvalidRequest(
+                "logprob_token_ids are reported for generated tokens: set max_tokens above 0",
+                "logprob_token_ids",
+            )
         if len(self.prompt) * max(generated, self.num_choices) > MAX_CHOICES:
             field = "n" if self.best_of is None else "best_of"
             raise InvalidRequest(

@@ -1,6 +1,6 @@
 """``POST /v1/responses``: the fields of OpenAI's Responses API, and its response.
 
-The server stores nothing, so a request has the whole conversation. Fields as in
+Fields as in
 https://platform.openai.com/docs/api-reference/responses; those that this server does not support
 are rejected.
 """
@@ -31,7 +31,7 @@ from trencadis.server.api.protocol import (
     MAX_MESSAGES,
     ChatCompletionRequest,
     ReasoningEffort,
-    RequestBody,
+    SamplingFields,
     ServiceTier,
     TemplateArguments,
 )
@@ -236,8 +236,8 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 unencrypted."""
 
 
-class ResponsesRequest(RequestBody):
-    """``POST /v1/responses``. Nothing is stored, whatever ``store`` is left at."""
+class ResponsesRequest(SamplingFields):
+    """``POST /v1/responses``. ``store`` and what needs it: where the server stores responses."""
 
     input: Annotated[
         list[InputItem],
@@ -246,9 +246,6 @@ class ResponsesRequest(RequestBody):
     ]
     instructions: Text | None = None
     max_output_tokens: int | None = derived_field(_PARAMETERS["max_tokens"], None)
-    temperature: float | None = derived_field(_PARAMETERS["temperature"], None)
-    top_p: float | None = derived_field(_PARAMETERS["top_p"], None)
-    top_k: int | None = derived_field(_PARAMETERS["top_k"], None)
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[
         ToolChoice | None, PlainValidator(_tool_choice, str | dict[str, Any] | None)
@@ -262,27 +259,53 @@ class ResponsesRequest(RequestBody):
     stream: bool | None = None
     metadata: dict[Text, Text] | None = None
     service_tier: ServiceTier | None = None
+    include_reasoning: bool | None = None
+    store: bool | None = None
+    previous_response_id: Text | None = None
+    background: bool | None = None
 
     @model_validator(mode="after")
     def _check_supported(self) -> Self:
-        fields = self.model_extra or {}
         if self.top_logprobs and not self.has_logprobs:
             raise InvalidRequest(
                 'top_logprobs needs "message.output_text.logprobs" in include', "top_logprobs"
             )
-        if fields.get("store"):
+        if self.background and self.store is False:
+            raise InvalidRequest("background can only be used when `store` is true", "background")
+        if self.background and self.stream:
             raise InvalidRequest(
-                "store is not supported, because this server stores no responses: send false",
-                "store",
+                "background and stream exclude each other: leave stream out, and ask for the "
+                "response by its id",
+                "stream",
             )
-        if fields.get("previous_response_id") is not None:
+        refuse_undeclared(self.model_extra, _WITHOUT_EFFECT, accepted=_ACCEPTED)
+        return self
+
+    def check_store(self, *, stores: bool) -> None:
+        """Raise `InvalidRequest` for what needs stored responses on a server without them."""
+        for name in ("background", "previous_response_id"):
+            if getattr(self, name) and not stores:
+                raise InvalidRequest(
+                    f"{name} needs stored responses: start the server with "
+                    "VLLM_ENABLE_RESPONSES_API_STORE=1, or leave it out",
+                    name,
+                )
+
+    def continuing(self, conversation: bytes) -> ResponsesRequest:
+        """This request after the items of a stored conversation. Raises `InvalidRequest`."""
+        earlier = [InputItem.model_validate(item) for item in json.loads(conversation)]
+        if len(earlier) + len(self.input) > MAX_MESSAGES:
             raise InvalidRequest(
-                "previous_response_id is not supported, because this server stores no responses: "
-                "send the whole conversation as input",
+                f"the stored conversation has {len(earlier)} items, with those of input at most "
+                f"{MAX_MESSAGES} may be sent: begin a new one",
                 "previous_response_id",
             )
-        refuse_undeclared(fields, _WITHOUT_EFFECT, accepted=_ACCEPTED)
-        return self
+        return self.model_copy(update={"input": [*earlier, *self.input]})
+
+    def conversation(self) -> bytes:
+        """The items of the input as a JSON list."""
+        items = (item.model_dump_json(exclude_none=True) for item in self.input)
+        return f"[{','.join(items)}]".encode()
 
     @property
     def has_logprobs(self) -> bool:
@@ -293,12 +316,8 @@ class ResponsesRequest(RequestBody):
         """This request as a chat request. Raises `InvalidRequest`."""
         text_format = self.text.format if self.text else None
         return chat_request(
-            model=self.model,
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
             logprobs=self.has_logprobs or None,
             top_logprobs=self.top_logprobs,
             tools=None if self.tools is None else [tool.for_chat() for tool in self.tools],
@@ -308,7 +327,8 @@ class ResponsesRequest(RequestBody):
             stream=self.stream,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             chat_template_kwargs=self.chat_template_kwargs,
-            **self.engine_fields,
+            include_reasoning=self.include_reasoning,
+            **{name: getattr(self, name) for name in SamplingFields.model_fields},
         )
 
     def _messages(self) -> list[ChatMessage]:
@@ -451,7 +471,8 @@ class ResponseObject(BaseModel):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: bool = False
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
@@ -460,10 +481,10 @@ class ResponseObject(BaseModel):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, Any]
     service_tier: Literal["default"] | None = None
-    store: Literal[False] = False
+    store: bool = False
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]

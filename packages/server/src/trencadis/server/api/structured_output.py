@@ -6,18 +6,30 @@ A request names the form once, in one of the fields.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SkipValidation,
+    model_validator,
+)
 from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest, StructuredOutput
-from trencadis.server.api.characters import Listed
+from trencadis.server.api.characters import Listed, Text
 from trencadis.server.parsers.closed_schemas import closed, closed_text
+from trencadis.server.parsers.structural_tags import StructuralTag, tagged_text
 
 Schema = SkipValidation[str | dict[str, Any] | bool]
 """A JSON schema, or its text. `StructuredOutput` checks it: pydantic would name a type of the union
 in its errors, as if it were a field."""
+
+
+MAX_TAGS = 128
+"""Most structural tags of a request, and most of their triggers."""
 
 
 class JsonSchemaFormat(BaseModel):
@@ -31,24 +43,49 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    """OpenAI's ``response_format``: any text, any JSON object, or JSON that a schema accepts."""
+class Structure(BaseModel):
+    """A tag of vLLM's structural tags."""
 
     model_config = ConfigDict(strict=True)
 
-    type: Literal["text", "json_object", "json_schema"]
+    begin: Annotated[Text, Field(min_length=1)]
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    end: Text
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's ``response_format``: any text, any JSON object, or JSON that a schema accepts.
+
+    vLLM's ``structural_tag`` is text with tags: see `tagged_text`.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    structures: Annotated[list[Structure], Field(max_length=MAX_TAGS)] | None = None
+    triggers: (
+        Annotated[list[Annotated[Text, Field(min_length=1)]], Field(max_length=MAX_TAGS)] | None
+    ) = None
+    _tags: str | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
             raise InvalidRequest("needs json_schema, as its type says")
+        if self.type == "structural_tag":
+            if self.structures is None or self.triggers is None:
+                raise InvalidRequest("needs structures and triggers, as its type says")
+            tags = [StructuralTag(tag.begin, tag.json_schema, tag.end) for tag in self.structures]
+            self._tags = tagged_text(tags, self.triggers)
         return self
 
     def form(self) -> dict[str, Any] | None:
         """Arguments of `StructuredOutput`; None for any text."""
         if self.type == "json_schema" and self.json_schema is not None:
             return {"json_schema": self.json_schema.json_schema}
+        if self._tags is not None:
+            return {"grammar": self._tags}
         return {"json_object": True} if self.type == "json_object" else None
 
 

@@ -40,7 +40,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": _NULL_ONLY,
     "kv_transfer_params": _NULL_ONLY,
     "logits_processors": ([],),
-    "logprob_token_ids": _NULL_ONLY,
     "mm_processor_kwargs": _NULL_ONLY,
     "prompt_embeds": _NULL_ONLY,
     "prompt_logprobs": _NULL_ONLY,

@@ -172,27 +172,30 @@ class PromptEncoder:
         *,
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
+        keeps_end: bool = False,
         client: str = "",
     ) -> list[Sequence[int]]:
         """Token ids of the inputs to embed; ``inputs`` maps fields of the request to them.
 
-        An input with more than ``max_tokens`` tokens is cut to so many: see `_cut`. Of a text that
-        is far longer, only the beginning is encoded. Raises
-        `InvalidRequest` and `ApiError`, which name the field.
+        An input with more than ``max_tokens`` tokens is cut to so many, at its end or, where it
+        ``keeps_end``, at its beginning: see `_cut`. Of a text that is far longer, only what is near
+        to what is kept is encoded. Raises `InvalidRequest` and `ApiError`, which name the field.
         """
         tokenizer = model.tokenizer
 
         def encode(given: str | Sequence[int]) -> Sequence[int]:
             if not isinstance(given, str):
-                return given[:max_tokens]
+                if max_tokens is None:
+                    return given
+                return given[-max_tokens:] if keeps_end else given[:max_tokens]
             if max_tokens is None:
                 return tokenizer.encode(given, add_special_tokens)
-            beginning = _beginning(given, max_tokens, tokenizer.min_num_tokens)
-            token_ids = tokenizer.encode(beginning, add_special_tokens)
+            part = _part(given, max_tokens, tokenizer.min_num_tokens, is_end=keeps_end)
+            token_ids = tokenizer.encode(part, add_special_tokens)
             if len(token_ids) <= max_tokens:
                 return token_ids
             num_special = _num_special(tokenizer) if add_special_tokens else (0, 0)
-            return _cut(token_ids, max_tokens, *num_special)
+            return _cut(token_ids, max_tokens, *num_special, keeps_end=keeps_end)
 
         lengths = {field: len(text) for field, text in inputs.items() if isinstance(text, str)}
         if max_tokens is None:
@@ -274,7 +277,7 @@ class PromptEncoder:
         tools = [tool.for_template() for tool in request.tools or ()] if may_call else None
         if tools:
             self._warn_of_unseen_tools(model)
-        arguments = request.template_arguments
+        arguments = {**model.template_arguments, **(request.template_arguments or {})} or None
         continues = bool(request.continue_final_message)
         generation_prompt = request.add_generation_prompt
         if generation_prompt is None:
@@ -330,13 +333,15 @@ class PromptEncoder:
                 del self._pending[client]
 
 
-def _beginning(text: str, max_tokens: int, min_num_tokens: Callable[[int], int]) -> str:
-    """A beginning of a text, with at least twice ``max_tokens`` tokens where it is not all of it.
+def _part(
+    text: str, max_tokens: int, min_num_tokens: Callable[[int], int], *, is_end: bool = False
+) -> str:
+    """The beginning or end of a text, with at least twice ``max_tokens`` tokens where it has more.
 
-    Twice, because the last tokens may not be those that they are in the whole text.
+    Twice, because the tokens at the cut may not be those that they are in the whole text.
     """
     while min_num_tokens(len(text) // 2) >= 2 * max_tokens:
-        text = text[: len(text) // 2]
+        text = text[-(len(text) // 2) :] if is_end else text[: len(text) // 2]
     return text
 
 
@@ -364,7 +369,7 @@ def _render_within(
     """
     if max_tokens is None:
         return render(document)
-    document = _beginning(document, max_tokens, tokenizer.min_num_tokens)
+    document = _part(document, max_tokens, tokenizer.min_num_tokens)
     longer = render(document)
     if len(longer) <= max_tokens:
         return longer
@@ -402,15 +407,19 @@ def _num_special(tokenizer: ServingTokenizer) -> tuple[int, int]:
     return 0, 0
 
 
-def _cut(token_ids: Sequence[int], max_tokens: int, before: int, after: int) -> Sequence[int]:
-    """The first ``max_tokens`` of ``token_ids``, with the special tokens at their end.
+def _cut(
+    token_ids: Sequence[int], max_tokens: int, before: int, after: int, *, keeps_end: bool
+) -> Sequence[int]:
+    """The first or, where it ``keeps_end``, the last ``max_tokens``, within the special tokens.
 
     A model that pools the last token was trained with its special token there. ``before`` and
     ``after``: how many special tokens there are on each side of the text. Where they leave no
-    place for another token, those at the end are cut, too.
+    place for another token, those on the side of the cut are cut, too.
     """
     if before + after >= max_tokens:
-        return token_ids[:max_tokens]
+        return token_ids[-max_tokens:] if keeps_end else token_ids[:max_tokens]
+    if keeps_end:
+        return [*token_ids[:before], *token_ids[before - max_tokens :]]
     return [*token_ids[: max_tokens - after], *token_ids[len(token_ids) - after :]]
 
 

@@ -31,6 +31,7 @@ class ServedModel:
     """A model as requests to it see it. A request keeps its own through all of its steps.
 
     ``default_sampling``: the sampling parameters of a request that does not set them.
+    ``template_arguments``: those of its chat template that a request need not send.
     ``embedding_size``: numbers of an embedding; 0 for a model that generates or scores.
     ``scoring``: how it scores pairs, where it does. ``text_prompts``: the prompts that it declares
     for texts to embed. ``lora``: the adapter with which requests are computed.
@@ -42,6 +43,7 @@ class ServedModel:
     traits: TemplateTraits
     answers: AnswerPlanner
     default_sampling: Mapping[str, Any] = attrs.field(factory=dict)
+    template_arguments: Mapping[str, Any] = attrs.field(factory=dict)
     embedding_size: int = 0
     scoring: Scoring | None = None
     text_prompts: TextPrompts = attrs.field(factory=TextPrompts)
@@ -136,4 +138,5 @@ class ServedModels:
             traits=parsers.traits,
             answers=AnswerPlanner(parsers, tokenizer),
             default_sampling=defaults,
+            template_arguments=settings.default_chat_template_kwargs,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import secrets
 from collections.abc import Sequence
 
 import attrs
@@ -164,11 +165,20 @@ def _api_key(headers: Headers) -> tuple[str, str]:
     return _bearer_token(headers)
 
 
+def key_digest(headers: Headers) -> str:
+    """What tells the API key of a request from others, "" without one; it does not tell the key."""
+    key = _api_key(headers)[1]
+    return digest(key).hex() if key else ""
+
+
+_OF_THIS_PROCESS = secrets.token_bytes(32)
+
+
 def key_salt(headers: Headers, salt: str | None) -> str:
     """The salt of a request whose cached prefixes are for its API key alone.
 
-    The digest of the key, and the client's own ``salt``: a client that knows that of another key
-    still shares nothing with it.
+    A digest of the key, and the client's own ``salt``: a client that knows that of another key
+    still shares nothing with it. KV events carry it, so it tells nothing of the key.
     """
-    secret = digest(_api_key(headers)[1])
+    secret = hmac.digest(_OF_THIS_PROCESS, digest(_api_key(headers)[1]), "sha256")
     return secret.hex() if salt is None else hmac.digest(secret, salt.encode(), "sha256").hex()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,10 +16,13 @@ from trencadis.server.errors import ApiError, ClientDisconnectedError, as_api_er
 from trencadis.server.http.error_response import ErrorResponse
 
 
-def install_error_handlers(app: FastAPI, retry_after: int) -> None:
+def install_error_handlers(
+    app: FastAPI, retry_after: int, count_rejected: Callable[[], None] = lambda: None
+) -> None:
     """Make ``app`` answer every error with an error object.
 
-    ``retry_after``: see `as_api_error`.
+    ``retry_after``: see `as_api_error`. ``count_rejected`` is called for each request that a full
+    queue has rejected.
     """
 
     async def respond(request: Request, error: Exception) -> ErrorResponse:
@@ -29,6 +32,8 @@ def install_error_handlers(app: FastAPI, retry_after: int) -> None:
             api_error = _invalid_body(error.errors())
         else:
             api_error = as_api_error(error, retry_after)
+            if api_error.code == "engine_overloaded":
+                count_rejected()
         return ErrorResponse(api_error)
 
     async def ignore(_: Request, __: Exception) -> JSONResponse:

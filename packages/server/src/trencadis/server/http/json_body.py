@@ -109,9 +109,15 @@ class JsonBodies:
             if not self._waiting[client]:
                 del self._waiting[client]
 
-    async def translated(self, request: Request, translate: Callable[[], T]) -> T:
-        """What ``translate`` makes of the body of ``request``, in the thread if that is long."""
-        if isinstance(request, _CheckedRequest) and not request.is_long:
+    async def translated(
+        self, request: Request, translate: Callable[[], T], num_bytes: int = 0
+    ) -> T:
+        """What ``translate`` makes of the body of ``request``, in the thread if that is long.
+
+        ``num_bytes``: of what it reads besides.
+        """
+        is_short = isinstance(request, _CheckedRequest) and not request.is_long
+        if is_short and num_bytes <= _SHORT_BYTES:
             return translate()
         work = self._thread.submit(key_name(request.scope), translate)
         return await asyncio.wrap_future(work)

@@ -18,7 +18,7 @@ DASHBOARD_EVENTS_PATH = f"{DASHBOARD_PATH}/events"
 
 _CLIENT_PATHS = (
     *("/v1", "/v2", "/rerank", "/score", "/pooling", "/invocations"),
-    *("/tokenize", "/detokenize"),
+    *("/tokenize", "/detokenize", "/tokenizer_info"),
 )
 """The paths of clients: all that reach a model, and what else is under ``/v1``."""
 

@@ -7,12 +7,12 @@ with ``trencadis:``. Prometheus appends ``_total`` to the name of a counter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import attrs
 
-from trencadis.engine import EngineStats, RequestStatus, ThermalStats
+from trencadis.engine import STEP_TOKENS, EngineStats, RequestStatus, ThermalStats
 
 SENSOR_HEALTH = ("fresh", "stale", "failed")
 
@@ -23,6 +23,7 @@ ReadStats = Callable[[EngineStats], float | None]
 class EngineMetric:
     """A metric that is read from the engine's latest statistics when Prometheus asks for it.
 
+    Rows that follow each other with one name, and other labels, are series of one metric.
     ``read`` returns None if there is no value now; the metric is left out then. ``labels``: further
     labels, with their values. ``is_of_device``: of the device or the engine, whichever model is
     active; it has no label ``model_name``, so that its series goes on when the model changes.
@@ -50,11 +51,26 @@ def _counter(name: str, about: str, read: ReadStats) -> EngineMetric:
     return EngineMetric("counter", name, about, read)
 
 
+def _cache_config(stats: EngineStats) -> Mapping[str, object]:
+    tokens = stats.block_size * stats.num_total_blocks
+    return {
+        "block_size": stats.block_size,
+        "num_gpu_blocks": stats.num_total_blocks,
+        "kv_cache_size_tokens": tokens,
+        "kv_cache_max_concurrency": round(tokens / max(1, stats.max_model_len), 2),
+    }
+
+
 def _thermal(read: Callable[[ThermalStats], float | None]) -> ReadStats:
     return lambda stats: None if stats.thermal is None else read(stats.thermal)
 
 
-ENGINE_METRICS = (
+_WAITING = (
+    "vllm:num_requests_waiting_by_reason",
+    "Waiting requests, by reason: capacity; deferred (their grammar is compiled).",
+)
+
+ENGINE_METRICS: tuple[EngineMetric, ...] = (
     EngineMetric(
         "gauge",
         "vllm:lora_requests_info",
@@ -71,6 +87,16 @@ ENGINE_METRICS = (
         "vllm:num_requests_waiting",
         "Requests that have not started.",
         lambda s: s.num_waiting_reqs,
+    ),
+    *(
+        EngineMetric("gauge", *_WAITING, read, labels)
+        for read, labels in (
+            (
+                lambda s: max(0, s.num_waiting_reqs - s.num_compiling_reqs),
+                lambda s: {"reason": "capacity"},
+            ),
+            (lambda s: s.num_compiling_reqs, lambda s: {"reason": "deferred"}),
+        )
     ),
     _gauge(
         "vllm:num_requests_swapped",
@@ -112,9 +138,10 @@ ENGINE_METRICS = (
     EngineMetric(
         "gauge",
         "vllm:cache_config_info",
-        "Always 1. Its labels are the tokens of a KV block and the KV blocks of the device.",
+        "Always 1. Labels: tokens of a KV block, KV blocks, their tokens, longest sequences that "
+        "fit.",
         lambda s: 1 if s.block_size else None,
-        lambda s: {"block_size": s.block_size, "num_gpu_blocks": s.num_total_blocks},
+        _cache_config,
     ),
     _gauge(
         "trencadis:highest_block_in_use",
@@ -177,7 +204,7 @@ ENGINE_METRICS = (
     _of_device(
         "counter",
         "trencadis:thermal_readings_rejected",
-        "Readings that were neither temperature nor power. They do not raise the running limit.",
+        "Readings that were neither temperature nor power.",
         _thermal(lambda t: t.num_rejected_readings),
     ),
     _counter(
@@ -220,7 +247,7 @@ ENGINE_METRICS = (
     ),
     _counter(
         "trencadis:swap_seconds",
-        "Time that swaps took. Bytes over seconds are the bandwidth of the link.",
+        "Time that swaps took.",
         lambda s: s.swap_seconds,
     ),
     _counter(
@@ -268,6 +295,33 @@ ENGINE_METRICS = (
 
 
 @attrs.frozen
+class EngineHistogram:
+    """A histogram that the engine keeps.
+
+    ``read`` returns how many values are up to each of ``bounds``, and above the last, and the sum
+    of all values.
+    """
+
+    name: str
+    help: str
+    bounds: tuple[float, ...]
+    read: Callable[[EngineStats], tuple[Sequence[int], float]]
+
+
+ENGINE_HISTOGRAMS = (
+    EngineHistogram(
+        "vllm:iteration_tokens_total",
+        "Tokens of a step: generated, and of prompts that it ends.",
+        STEP_TOKENS,
+        lambda s: (
+            s.num_steps_by_tokens,
+            s.num_prompt_tokens - s.num_prefix_hit_tokens + s.num_generation_tokens,
+        ),
+    ),
+)
+
+
+@attrs.frozen
 class RequestEvent:
     """A delta of one choice of a request, as metrics see it.
 
@@ -277,7 +331,7 @@ class RequestEvent:
     ``max_tokens`` are what the request asked for; None: it generates nothing. ``request_status``:
     whether the request was preempted until then. ``queue_seconds`` and ``first_seconds``: the time
     until the request first ran, and until its first token; None while they are not known.
-    ``away_seconds``: the time that it was preempted.
+    ``away_seconds`` and ``num_preemptions``: for how long and how often it was preempted.
     """
 
     seconds: float
@@ -292,6 +346,7 @@ class RequestEvent:
     queue_seconds: float | None = None
     first_seconds: float | None = None
     away_seconds: float = 0.0
+    num_preemptions: int = 0
 
 
 @attrs.frozen
@@ -392,6 +447,12 @@ REQUEST_METRICS = (
         has_status=True,
     ),
     RequestMetric(
+        "vllm:request_num_preemptions",
+        "Preemptions of a finished choice.",
+        (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0),
+        lambda event: event.num_preemptions if event.is_last else None,
+    ),
+    RequestMetric(
         "vllm:request_prompt_tokens",
         "Prompt tokens of a finished choice.",
         None,
@@ -478,3 +539,12 @@ KEY_METRICS = (KEY_REQUESTS, KEY_PROMPT_TOKENS, KEY_GENERATION_TOKENS, KEY_REFUS
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 REQUEST_SUCCESS = ("vllm:request_success", "Finished choices, by reason.", "finished_reason")
 """Name, help text and label of the counter of finished choices."""
+
+REJECTED_REASON = "max_num_queued_reqs"
+ADMISSION_REJECTIONS = (
+    "vllm:admission_rejections",
+    "Requests that a full queue has rejected.",
+    "reason",
+)
+"""Name, help text and label of the counter of rejected requests; vLLM's value of it is
+`REJECTED_REASON`."""

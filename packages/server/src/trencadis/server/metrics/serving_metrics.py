@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import get_args
 
 import attrs
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from trencadis.engine import CompletionDelta, RequestStatus, SwitchReport
+from trencadis.engine import CompletionDelta, EngineStats, RequestStatus, SwitchReport
 from trencadis.server.engine_protocol import (
     ServingEngine,
     SwitchingEngine,
@@ -21,6 +23,8 @@ from trencadis.server.engine_protocol import (
     totals_by_model,
 )
 from trencadis.server.metrics.metric_tables import (
+    ADMISSION_REJECTIONS,
+    ENGINE_HISTOGRAMS,
     ENGINE_METRICS,
     FAILED_SWITCHES,
     FINISHED_REASONS,
@@ -32,12 +36,15 @@ from trencadis.server.metrics.metric_tables import (
     KEY_REQUESTS,
     MODEL_ACTIVE,
     MODEL_SWITCHES,
+    REJECTED_REASON,
     REQUEST_METRICS,
     REQUEST_SUCCESS,
     STATUS_LABEL,
     SWITCH_SECONDS,
     SWITCH_SECONDS_BUCKETS,
     SWITCH_WAITING,
+    EngineHistogram,
+    EngineMetric,
     KeyMetric,
     RequestEvent,
     RequestMetric,
@@ -90,6 +97,8 @@ class ServingMetrics:
         ]
         name, about, label = REQUEST_SUCCESS
         self._success = Counter(name, about, (*LABELS, label), registry=self.registry)
+        name, about, label = ADMISSION_REJECTIONS
+        self._rejections = Counter(name, about, (*LABELS, label), registry=self.registry)
         self.switches = None if switching is None else SwitchMetrics(switching, self.registry)
         self._key_counters = {
             row: Counter(row.name, row.help, (*LABELS, KEY_LABEL), registry=self.registry)
@@ -122,6 +131,10 @@ class ServingMetrics:
                 counts[bound] = counts.get(bound, 0.0) + sample.value
         return counts
 
+    def count_rejected(self) -> None:
+        """Count a request that the active model got while its queue was full."""
+        self._rejections.labels(self.model_name, ENGINE_NUMBER, REJECTED_REASON).inc()
+
     def count_refused(self, key: str) -> None:
         """Count a request that the API key with this name has sent beyond its limit."""
         self._count(KEY_REFUSED, self._engine.model_name, key, 1)
@@ -152,6 +165,7 @@ class ServingMetrics:
             )
             for row, histogram in zip(REQUEST_METRICS, self._histograms, strict=True)
         ]
+        self._rejections.labels(*labels, REJECTED_REASON)
         finished = {reason: self._success.labels(*labels, reason) for reason in FINISHED_REASONS}
         return ModelSeries(histograms, finished)
 
@@ -293,6 +307,7 @@ class RequestTimeline:
                 queue_seconds=self.queue_s,
                 first_seconds=self.first_token_s,
                 away_seconds=delta.away_s,
+                num_preemptions=delta.num_preemptions,
             )
         )
         if has_tokens:
@@ -324,16 +339,24 @@ class _EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._engine.stats
         totals = totals_by_model(self._engine)
-        for row in ENGINE_METRICS:
-            value = row.read(stats)
-            if value is None:
-                continue
-            labels = row.labels(stats)
-            names = (DEVICE_LABELS if row.is_of_device else LABELS) + tuple(labels)
-            own = (ENGINE_NUMBER, *map(str, labels.values()))
-            family = _FAMILIES[row.kind](row.name, row.help, labels=names)
+        for _, rows in itertools.groupby(ENGINE_METRICS, lambda row: row.name):
+            yield from self._family(list(rows), totals)
+        for histogram in ENGINE_HISTOGRAMS:
+            yield _histogram(histogram, totals)
+
+    def _family(
+        self, rows: Sequence[EngineMetric], totals: Mapping[str, EngineStats]
+    ) -> Iterable[Metric]:
+        """The metric of rows with one name; none without a value."""
+        stats, first = self._engine.stats, rows[0]
+        values = [value for row in rows if (value := row.read(stats)) is not None]
+        if not values:
+            return
+        names = (DEVICE_LABELS if first.is_of_device else LABELS) + tuple(first.labels(stats))
+        family = _FAMILIES[first.kind](first.name, first.help, labels=names)
+        for row, value in zip(rows, values, strict=True):
+            own = (ENGINE_NUMBER, *map(str, row.labels(stats).values()))
             if row.is_of_device:
                 family.add_metric(own, value)
             elif row.kind == "counter":
@@ -341,7 +364,18 @@ class _EngineCollector(Collector):
                     family.add_metric((model, *own), row.read(of_model) or 0)
             else:
                 family.add_metric((self._engine.model_name, *own), value)
-            yield family
+        yield family
+
+
+def _histogram(row: EngineHistogram, totals: Mapping[str, EngineStats]) -> HistogramMetricFamily:
+    """A histogram of the engine, with a series of each model."""
+    family = HistogramMetricFamily(row.name, row.help, labels=LABELS)
+    bounds = [*map(floatToGoString, row.bounds), "+Inf"]
+    for model, stats in totals.items():
+        counts, total = row.read(stats)
+        reached = list(zip(bounds, itertools.accumulate(counts), strict=True))
+        family.add_metric((model, ENGINE_NUMBER), reached, total)
+    return family
 
 
 _FAMILIES: dict[str, type[GaugeMetricFamily] | type[CounterMetricFamily]] = {

@@ -67,7 +67,7 @@ def forced_calls(
         before = f"{call_format.before_name}{name}{call_format.before_arguments}"
         rules += [
             f"call_{number}: {_literal(before, special)} arguments_{number} {after}",
-            f"arguments_{number}: %json {_json(closed(_without_annotations(schema)))}",
+            f"arguments_{number}: %json {json_form(closed(_without_annotations(schema)))}",
         ]
     if or_json is None:
         return StructuredOutput(grammar=_grammar("calls", rules, thought, special))
@@ -89,7 +89,7 @@ def _answer(
     schema: Mapping[str, Any] | bool, thought: Thought | None, special: SpecialTokens
 ) -> str:
     before = "" if thought is None else _literal(thought.before_answer, special)
-    return f"answer: {before} %json {_json(schema)}"
+    return f"answer: {before} %json {json_form(schema)}"
 
 
 def _grammar(
@@ -100,7 +100,7 @@ def _grammar(
     begins = " | ".join(_literal(begin, special) for begin in thought.begins)
     opened = "thought gap" if thought.is_open else f"(({begins}) thought gap)?"
     tokens = [_literal(end, special) for end in thought.ends if _has_special(end, special)]
-    texts = "|".join(_regex(end) for end in thought.ends if not _has_special(end, special))
+    texts = "|".join(escaped(end) for end in thought.ends if not _has_special(end, special))
     thoughts = ([f"any_text ({' | '.join(tokens)})"] if tokens else []) + (
         ["text_to_end"] if texts else []
     )
@@ -112,7 +112,8 @@ def _grammar(
     return "\n".join([*lines, r"gap: /[ \n]{0,4}/", *rules])
 
 
-def _json(schema: Any) -> str:
+def json_form(schema: Any) -> str:
+    """A schema as ``%json`` of a grammar takes it."""
     if isinstance(schema, Mapping):
         schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
     return json.dumps(schema, ensure_ascii=False)
@@ -132,18 +133,20 @@ def _has_special(text: str, special: SpecialTokens) -> bool:
 def _literal(text: str, special: SpecialTokens) -> str:
     """A text in the grammar, its special tokens as tokens; "" for no text."""
     if not special:
-        return _quoted(text)
+        return quoted(text)
     pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     parts = re.split(f"({pattern})", text)
     return " ".join(
-        f"<[{special[part]}]>" if part in special else _quoted(part) for part in parts if part
+        f"<[{special[part]}]>" if part in special else quoted(part) for part in parts if part
     )
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as a literal of a grammar; "" for no text."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _regex(text: str) -> str:
+def escaped(text: str) -> str:
+    """A text as a part of a regex."""
     # Not re.escape: in Rust's syntax, some escapes of plain characters are assertions.
     return "".join(f"\\{letter}" if letter in "\\.+*?()|[]{}^$/" else letter for letter in text)

@@ -9,7 +9,9 @@ from fastapi import APIRouter, Request, Response
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import chat_completion as complete
 from openai.types.chat import chat_completion_chunk as chunk
+from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
+from trencadis.engine import PositionLogprobs
 from trencadis.server.api.chat_batch import ChatBatchRequest
 from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
 from trencadis.server.api.logprobs import chat_logprobs, prompt_logprobs
@@ -139,6 +141,10 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
         if new or has_tokens or delta.finish_reason:
             yield self._new_choice(delta, new, answer.finish_reason(delta.finish_reason))
 
+    def _logprobs(self, positions: Sequence[PositionLogprobs]) -> list[ChatCompletionTokenLogprob]:
+        lists = bool(self.request.logprob_token_ids)
+        return chat_logprobs(self.token_texts, positions, with_chosen=lists)
+
     def _prompt_fields(self) -> dict[str, Any]:
         if not self.request.return_token_ids or len(self.prompts) > 1:
             return {}
@@ -147,7 +153,7 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
     def _choice(self, index: int, choice: FinishedChoice) -> complete.Choice:
         logprobs = None
         if self._has_logprobs:
-            content = chat_logprobs(self.token_texts, choice.logprobs)
+            content = self._logprobs(choice.logprobs)
             logprobs = complete.ChoiceLogprobs(content=content, refusal=None)
         vllm_fields: dict[str, Any] = {
             "stop_reason": choice.stop_reason,
@@ -171,7 +177,7 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
         delta = item.delta
         logprobs = None
         if self._has_logprobs and delta.logprobs:
-            content = chat_logprobs(self.token_texts, delta.logprobs)
+            content = self._logprobs(delta.logprobs)
             logprobs = chunk.ChoiceLogprobs(content=content, refusal=None)
         ended = item.finish_reason is not None
         vllm_fields: dict[str, Any] = {"stop_reason": delta.stop_reason} if ended else {}

@@ -147,6 +147,6 @@ class CompletionWriter(ChunkWriter[Completion]):
             self.token_texts,
             [*(position for position in echoed if position is not None), *positions],
             text_offset,
-            num_logprobs=self.request.num_logprobs,
+            num_logprobs=None if self.request.logprob_token_ids else self.request.num_logprobs,
             first_token=prompt.token_ids[0] if echoed else None,
         )

@@ -16,6 +16,7 @@ from trencadis.server.engine_protocol import (
 )
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.prompts import PromptEncoder
+from trencadis.server.generation.response_store import ResponseStore
 from trencadis.server.generation.served_model import ServedModel, ServedModels
 from trencadis.server.http.json_body import JsonBodies
 from trencadis.server.metrics.serving_metrics import ServingMetrics
@@ -35,8 +36,8 @@ class ServingContext:
     """The engine, the settings and the objects built from them.
 
     ``switching``: the engine, if it has several models, and ``switcher`` its only user; None for an
-    engine of one model. ``created`` is the start time of the app, in
-    seconds since the Unix epoch.
+    engine of one model. ``responses``: those that are stored, None where none are. ``created`` is
+    the start time of the app, in seconds since the Unix epoch.
     """
 
     engine: ServingEngine
@@ -47,6 +48,7 @@ class ServingContext:
     encoder: PromptEncoder
     models: ServedModels
     switcher: SwitchControl | None
+    responses: ResponseStore | None
     created: int
     drain: Drain
 
@@ -191,6 +193,7 @@ def check_token_ids(params: SamplingParams, model: ServedModel) -> None:
         "logit_bias": params.logit_bias,
         "stop_token_ids": params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids or (),
+        "logprob_token_ids": params.logprob_token_ids,
     }
     for field, token_ids in fields.items():
         for token in token_ids:

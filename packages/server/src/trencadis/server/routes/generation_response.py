@@ -53,6 +53,7 @@ from trencadis.server.http.api_keys import key_name
 from trencadis.server.http.auth import key_salt
 from trencadis.server.http.cancelled_requests import unless_disconnected
 from trencadis.server.http.event_stream import EventStream
+from trencadis.server.metrics.load_report import load_headers
 from trencadis.server.metrics.tracing import TRACE_HEADERS
 from trencadis.server.request_ids import REQUEST_ID, given_request_id
 from trencadis.server.routes.context import ServingContext, check_runner, check_token_ids
@@ -261,6 +262,8 @@ async def respond(
     """Answer a request, streamed or not. A client that disconnects aborts its request."""
     if request.stream and context.settings.enable_force_include_usage:
         request.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+    if request.return_tokens_as_token_ids is None:
+        request.return_tokens_as_token_ids = context.settings.return_tokens_as_token_ids
 
     async def answer(model: ServedModel, sender: Sender) -> Response:
         # before tokenisation, which takes longer
@@ -340,6 +343,7 @@ async def with_model(
     else:
         work = checked(context.model_for(name), sender)
     response = await unless_disconnected(http_request.receive, work)
+    response.headers.update(load_headers(http_request.headers, context.engine.stats))
     if given := given_request_id(http_request.headers):
         response.headers[REQUEST_ID] = given
     return response

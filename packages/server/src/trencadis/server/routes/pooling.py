@@ -197,6 +197,7 @@ async def _embed(
         model,
         add_special_tokens=request.add_special_tokens is not False,
         max_tokens=request.kept_tokens(model.max_model_len),
+        keeps_end=request.keeps_end,
         client=sender.client,
     )
     requests = _engine_requests(inputs, model, sender, name)

@@ -1,14 +1,15 @@
-"""``POST /v1/responses``: OpenAI's Responses API, without stored responses."""
+"""``POST /v1/responses``: OpenAI's Responses API."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from trencadis.engine import PositionLogprobs
+from trencadis.engine import PositionLogprobs, SamplingParams
 from trencadis.server.api.logprobs import chat_logprobs
 from trencadis.server.api.protocol import ChatCompletionRequest
 from trencadis.server.api.responses import (
@@ -50,6 +51,13 @@ from trencadis.server.routes.generation_response import (
     generation_responses,
     respond_to_chat,
 )
+from trencadis.server.routes.stored_responses import (
+    Keeping,
+    continued,
+    new_response_id,
+    owner_of,
+    respond_in_background,
+)
 
 _EVENTS = (
     'event: response.created\ndata: {"type": "response.created", "response": {...}}\n\n',
@@ -68,12 +76,45 @@ def responses_router(context: ServingContext) -> APIRouter:
     )
     async def create_response(body: Checked[ResponsesRequest], request: Request) -> Response:
         """Answer a conversation of items, in one response or as a stream of events."""
+        store, owner = context.responses, owner_of(request, context.settings)
+        body.check_store(stores=store is not None)
+        keeps = store is not None and body.store is not False
         with client_fields(CLIENT_FIELDS):
-            writer = partial(ResponsesWriter, body)
-            chat = await context.bodies.translated(request, body.chat)
-            return await respond_to_chat(context, request, chat, writer)
+            earlier = continued(store, owner, body)
+
+            def translate() -> tuple[ChatCompletionRequest, bytes]:
+                whole = body.continuing(earlier) if earlier else body
+                return whole.chat(), whole.conversation() if keeps else b""
+
+            chat, items = await context.bodies.translated(request, translate, len(earlier))
+            keeping = None if store is None or not keeps else Keeping(store, owner, items)
+            writer = partial(ResponsesWriter, body, keeping)
+            if keeping is None or not body.background:
+                return await respond_to_chat(context, request, chat, writer)
+            head = _queued(context, request, body, chat)
+            return await respond_in_background(context, request, chat, head, writer, keeping)
 
     return router
+
+
+def _queued(
+    context: ServingContext,
+    request: Request,
+    body: ResponsesRequest,
+    chat: ChatCompletionRequest,
+) -> ResponseObject:
+    """A response in the background before it is begun, with the defaults of the active model."""
+    model = context.models.current
+    return response_object(
+        body,
+        chat,
+        chat.sampling_params(None, model.default_sampling),
+        response_id=new_response_id(request),
+        created=int(time.time()),
+        model_name=body.model or model.name,
+        status="queued",
+        is_stored=True,
+    )
 
 
 class ResponsesWriter(ResponseWriter):
@@ -84,6 +125,7 @@ class ResponsesWriter(ResponseWriter):
     def __init__(
         self,
         body: ResponsesRequest,
+        keeping: Keeping | None,
         model: ServedModel,
         request: ChatCompletionRequest,
         prompts: Sequence[Prompt],
@@ -91,6 +133,7 @@ class ResponsesWriter(ResponseWriter):
     ) -> None:
         super().__init__(model, request, prompts, name)
         self._body = body
+        self._keeping = keeping
         self._chat = request
         self._params = request.sampling_params(None, model.default_sampling)
         plan = prompts[0].answer or AnswerPlan()
@@ -222,6 +265,8 @@ class ResponsesWriter(ResponseWriter):
         response.usage = self._token_counts()
         if is_cut:
             response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+        if self._keeping is not None:
+            self._keeping.keep(response)
         return response
 
     def _items(self, last: ItemStatus) -> list[OutputItem]:
@@ -251,30 +296,56 @@ class ResponsesWriter(ResponseWriter):
 
     def _response(self, status: Any) -> ResponseObject:
         """The response without output, with the settings that are in force."""
-        body = self._body
-        text_format = body.text.format if body.text and body.text.format else None
-        as_sent = {"type": "text"}
-        if text_format is not None:
-            as_sent = text_format.model_dump(by_alias=True, exclude_none=True)
-        reasoning = body.reasoning
-        return ResponseObject(
-            id=self.id,
-            created_at=self.created,
+        return response_object(
+            self._body,
+            self._chat,
+            self._params,
+            response_id=self.id,
+            created=self.created,
+            model_name=self.model_name,
             status=status,
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata or {},
-            model=self.model_name,
-            output=[],
-            parallel_tool_calls=body.parallel_tool_calls is not False,
-            reasoning={"effort": None if reasoning is None else reasoning.effort, "summary": None},
-            service_tier=None if body.service_tier is None else "default",
-            temperature=self._params.temperature,
-            text={"format": as_sent},
-            tool_choice=_tool_choice(self._chat),
-            tools=[tool.model_dump() for tool in body.tools or ()],
-            top_p=self._params.top_p,
+            is_stored=self._keeping is not None,
         )
+
+
+def response_object(
+    body: ResponsesRequest,
+    chat: ChatCompletionRequest,
+    params: SamplingParams,
+    *,
+    response_id: str,
+    created: int,
+    model_name: str,
+    status: Any,
+    is_stored: bool,
+) -> ResponseObject:
+    """A response without output: what it repeats of its request. ``created``: seconds."""
+    text_format = body.text.format if body.text and body.text.format else None
+    as_sent = {"type": "text"}
+    if text_format is not None:
+        as_sent = text_format.model_dump(by_alias=True, exclude_none=True)
+    reasoning = body.reasoning
+    return ResponseObject(
+        id=response_id,
+        created_at=created,
+        background=bool(body.background),
+        status=status,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=model_name,
+        output=[],
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning={"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        service_tier=None if body.service_tier is None else "default",
+        store=is_stored,
+        temperature=params.temperature,
+        text={"format": as_sent},
+        tool_choice=_tool_choice(chat),
+        tools=[tool.model_dump() for tool in body.tools or ()],
+        top_p=params.top_p,
+    )
 
 
 _TEXT_EVENTS = {

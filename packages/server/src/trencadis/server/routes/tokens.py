@@ -1,6 +1,8 @@
-"""``/tokenize`` and ``/detokenize``, with the names and answers of vLLM."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, with the names and answers of vLLM."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from fastapi import APIRouter, Request
 
@@ -11,6 +13,7 @@ from trencadis.server.api.tokens import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from trencadis.server.engine_protocol import DescribedTokenizer, ServingTokenizer
 from trencadis.server.http.cancelled_requests import unless_disconnected
 from trencadis.server.http.json_body import Checked
 from trencadis.server.routes.context import ServingContext
@@ -56,3 +59,25 @@ def tokens_router(context: ServingContext) -> APIRouter:
         return DetokenizeResponse(prompt=await unless_disconnected(request.receive, work))
 
     return router
+
+
+def tokenizer_info_router(context: ServingContext) -> APIRouter:
+    """The route for the tokenizer's configuration, which a setting opens."""
+    router = APIRouter(tags=["tokens"])
+
+    @router.get("/tokenizer_info", responses=error_responses(401))
+    async def tokenizer_info() -> dict[str, Any]:
+        """The configuration of the active model's tokenizer."""
+        return _configuration(context.models.current.tokenizer)
+
+    return router
+
+
+def _configuration(tokenizer: ServingTokenizer) -> dict[str, Any]:
+    """That of `DescribedTokenizer`, or of another one its class; with the chat template."""
+    described: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__}
+    if isinstance(tokenizer, DescribedTokenizer):
+        described |= tokenizer.configuration
+    if tokenizer.chat_template is not None:
+        described["chat_template"] = tokenizer.chat_template
+    return described

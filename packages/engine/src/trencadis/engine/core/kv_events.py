@@ -1,0 +1,238 @@
+"""Publishes what the prefix cache gets and loses, as vLLM does, for routers that know the cache.
+
+The format is vLLM's (``vllm/distributed/kv_events.py``, 0.32): ZeroMQ messages of topic, sequence
+number (8 bytes, big-endian) and a msgpack array ``[seconds since 1970, events, rank]``. An event is
+a map whose ``type`` is the name of its class. A subscriber that has missed messages sends the first
+number that it wants to the replay endpoint, and gets those that are kept, then the number -1.
+Numbers begin at the time of the start: a subscriber that has seen an earlier core has missed some.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import attrs
+import msgspec
+import zmq
+
+from trencadis.engine.errors import ConfigError
+from trencadis.engine.settings.kv_events_config import KVEventsConfig
+from trencadis.kvcache import BlockKey, CacheEvents, decode_extra_keys
+
+logger = logging.getLogger("trencadis.engine")
+
+MEDIUM = "GPU"
+"""vLLM's name of the device's memory, whatever the device."""
+
+POLL_SECONDS = 0.05
+"""How long a request for a replay may wait."""
+
+STOP_SECONDS = 1.0
+"""How long `KVEventPublisher.close` waits for what was published last, as in vLLM."""
+
+REPLAY_SECONDS = 1.0
+"""Between two replays: each may be long, and takes time of the core's interpreter."""
+
+MAX_REQUEST_BYTES = 1024
+"""Of what a peer sends. ZeroMQ closes the connection of one that sends more."""
+
+END = (-1).to_bytes(8, "big", signed=True)
+"""The number after the last message of a replay."""
+
+_HASH_BYTES = 8
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    """Blocks that follow each other in a prefix are cached.
+
+    ``extra_keys`` has an entry for each block: what separates it from blocks with the same tokens,
+    as a cache salt, which is that of the first block of a prompt.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True):
+    """Blocks are no longer cached."""
+
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    """Nothing is cached."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def kv_events(events: CacheEvents, block_size: int) -> Iterator[KVEvent]:
+    """The events of one message, in the order in which a subscriber applies them."""
+    if events.cleared:
+        yield AllBlocksCleared()
+    if events.removed:
+        yield BlockRemoved([_hash(digest) for digest in events.removed], MEDIUM)
+    for chain in _chains(events.stored):
+        first = chain[0].parent
+        tokens = b"".join(key.tokens for key in chain)
+        keys = [decode_extra_keys(key.extra) if key.parent is None else None for key in chain]
+        yield BlockStored(
+            block_hashes=[_hash(key.digest) for key in chain],
+            parent_block_hash=None if first is None else _hash(first.digest),
+            token_ids=memoryview(tokens).cast("i").tolist(),
+            block_size=block_size,
+            lora_id=None,
+            medium=MEDIUM,
+            lora_name=None,
+            extra_keys=[each or None for each in keys] if any(keys) else None,
+        )
+
+
+def _chains(keys: Iterable[BlockKey]) -> Iterator[Sequence[BlockKey]]:
+    """Runs of keys of which each is the parent of the next."""
+    chain: list[BlockKey] = []
+    for key in keys:
+        parent = key.parent
+        if chain and (parent is None or parent.digest != chain[-1].digest):
+            yield chain
+            chain = []
+        chain.append(key)
+    if chain:
+        yield chain
+
+
+def _hash(digest: bytes) -> int:
+    """The 64 bits by which subscribers know content. They trust it, as they trust vLLM's."""
+    return int.from_bytes(digest[-_HASH_BYTES:], "big")
+
+
+@attrs.frozen
+class _Batch:
+    at_s: float
+    events: CacheEvents
+    block_size: int
+
+
+_NOTHING = _Batch(0.0, CacheEvents(cleared=False, removed=(), stored=()), 0)
+
+
+class KVEventPublisher:
+    """Publishes events from a thread of its own: the core waits for no subscriber.
+
+    Raises `ConfigError` for an endpoint that cannot be used.
+    """
+
+    def __init__(self, config: KVEventsConfig) -> None:
+        self._config = config
+        self._topic = config.topic.encode()
+        self._queue: queue.Queue[_Batch | None] = queue.Queue(config.max_queue_size)
+        most_kept = 0 if config.replay_endpoint is None else config.buffer_steps
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=most_kept)
+        self._next_replay_s = 0.0
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        try:
+            self._published = self._socket(zmq.PUB, config.endpoint, config.hwm)
+            self._replayed = None
+            if config.replay_endpoint is not None:
+                # A whole replay is sent at once: its reader may be slower than this thread.
+                most = config.buffer_steps + 2
+                self._replayed = self._socket(zmq.ROUTER, config.replay_endpoint, most)
+        except BaseException as error:
+            self._context.destroy(linger=0)
+            if not isinstance(error, zmq.ZMQError):
+                raise
+            raise ConfigError(
+                f"kv_events_config: {config.endpoint} or {config.replay_endpoint} cannot be used "
+                f"({error}): name free ports of this host, as tcp://127.0.0.1:5557",
+                "kv_events_config",
+            ) from error
+        logger.info("KV events with the token ids of prompts are published on %s", config.endpoint)
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_space(self) -> bool:
+        """Whether `publish` takes more. Otherwise what is to be told stays where it comes from."""
+        return not self._queue.full()
+
+    def publish(self, events: CacheEvents, block_size: int) -> None:
+        """Queue events, for which there must be space. ``block_size`` is in tokens."""
+        self._queue.put_nowait(_Batch(time.time(), events, block_size))
+
+    def close(self) -> None:
+        """Publish what is queued, if that is possible within seconds, and end the thread."""
+        try:
+            self._queue.put(None, timeout=STOP_SECONDS)
+        except queue.Full:
+            logger.warning("KV events are not told: the queue is full")
+        self._thread.join(STOP_SECONDS)
+        if not self._thread.is_alive():  # it uses the sockets
+            self._context.destroy(linger=int(1000 * STOP_SECONDS))
+
+    def _socket(self, kind: int, endpoint: str, most_messages: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(most_messages)
+        socket.maxmsgsize = MAX_REQUEST_BYTES
+        socket.ipv6 = "[" in endpoint
+        if kind == zmq.ROUTER or _is_bound(endpoint):
+            socket.bind(endpoint)
+        else:
+            socket.connect(endpoint)
+        return socket
+
+    def _run(self) -> None:
+        encoder, numbers = msgspec.msgpack.Encoder(), count(time.time_ns())
+        while True:
+            try:
+                batch = self._queue.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                batch = _NOTHING
+            if batch is None:
+                break
+            try:
+                if batch is not _NOTHING:
+                    events = list(kv_events(batch.events, batch.block_size))
+                    content = encoder.encode([batch.at_s, events, 0])
+                    number = next(numbers).to_bytes(8, "big")
+                    self._published.send_multipart((self._topic, number, content))
+                    self._kept.append((number, content))
+                self._replay_if_asked()
+            except Exception:
+                logger.exception("KV events could not be published")
+
+    def _replay_if_asked(self) -> None:
+        """Answer one request for a replay, unless the last one was a moment ago."""
+        if self._replayed is None or time.monotonic() < self._next_replay_s:
+            return
+        if not self._replayed.poll(0):
+            return
+        self._next_replay_s = time.monotonic() + REPLAY_SECONDS
+        subscriber, *_, first = self._replayed.recv_multipart()
+        if len(first) != len(END):
+            logger.warning("A request for KV events has %d bytes, not 8: ignored", len(first))
+            return
+        for number, content in self._kept:
+            if number >= first:  # both are big-endian
+                self._replayed.send_multipart((subscriber, b"", self._topic, number, content))
+        self._replayed.send_multipart((subscriber, b"", b"", END, b""))
+
+
+def _is_bound(endpoint: str) -> bool:
+    """Whether an address is of this host. As vLLM's rule, which has no loopback address."""
+    own = ("*", "::", "//127.", "//localhost", "//0.0.0.0")
+    return endpoint.startswith("ipc:") or any(part in endpoint for part in own)
