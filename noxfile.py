@@ -45,7 +45,7 @@ WITHOUT_TORCH = ("bucketing", "kvcache", "warmup", "scheduler")
 PYTEST = ("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis")
 """What the tests of the four small libraries need without the extras."""
 
-TEST_TOOLS = (*PYTEST, "httpx", "trustme", "jsonschema", "anthropic", "promql-parser")
+TEST_TOOLS = (*PYTEST, "httpx", "trustme", "jsonschema", "anthropic", "promql-parser", "peft")
 BROWSER_TOOLS = ("playwright",)
 """Opens the dashboard in a Chromium that the machine has; it brings none."""
 

@@ -155,7 +155,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"requests"},
     ],
     "engine.core": [
-        {"config_payload", "kv_events", "thermal_monitor"},
+        {"adapter_slots", "adapter_table", "config_payload", "kv_events", "thermal_monitor"},
         {"request_table"},
         {"step_sampling"},
         {"engine_core"},
@@ -180,7 +180,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.devices.cpu": [
         {"native_kernel", "packed_linear", "threads"},
         {"native_calls"},
-        {"attention", "tiled_linear"},
+        {"adapter_products", "attention", "tiled_linear"},
         {"recorded_layers"},
         {"device"},
     ],
@@ -206,7 +206,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "yaml_nodes",
         },
         {"core_supervisor", "multi_model_config", "tokenizer"},
-        {"bad_words", "detokenizer"},
+        {"adapter_calls", "bad_words", "detokenizer"},
         {"request_stream"},
         {"open_requests"},
         {"model_changes"},
@@ -233,7 +233,8 @@ FLOORS: dict[str, list[set[str]]] = {
             "weight_files",
         },
         {
-            *("declared_modules", "gguf", "hub", "packed_formats", "paged_context"),
+            *("adapter_files", "declared_modules", "gguf", "hub", "packed_formats"),
+            "paged_context",
             *("rank_part", "rounded_weights", "score_heads"),
         },
         {
@@ -241,11 +242,12 @@ FLOORS: dict[str, list[set[str]]] = {
             *("rank_loading", "softmax_attention"),
         },
         {"block_attention", "checkpoint_process", "decoder_layers", "pair_prompts"},
-        {"attention", "compiled_forward", "layer_reading"},
+        {"adapter_layers", "attention", "compiled_forward", "layer_reading"},
         {"loader"},
     ],
     "engine.runner": [
         {
+            "adapter_store",
             "block_moves",
             "float_bits",
             "gumbel",
@@ -352,7 +354,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server.routes": [
         {"context", "docs"},
-        {"admin", "dashboard", "generation_response", "health", "models", "switch"},
+        {"adapters", "admin", "dashboard", "generation_response", "health", "models", "switch"},
         {"stored_responses"},
         {"chat", "completions", "messages", "pooling", "responses", "tokens"},
         {"invocations"},

@@ -22,6 +22,7 @@ from trencadis.engine import (
     TextPrompts,
 )
 from trencadis.server import (
+    AdapterEngine,
     EmbeddingEngine,
     LaunchError,
     PromptingEngine,
@@ -112,6 +113,11 @@ def echo_app() -> FastAPI:
     app = create_app(Echo(), settings)
     assert_type(app, FastAPI)
     return app
+
+
+async def adapters(engine: AsyncEngine) -> AdapterEngine:
+    await engine.load_adapter("sql", "/adapters/sql")
+    return engine
 
 
 async def own_server() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import ClassVar
@@ -89,6 +90,7 @@ class Machine(RuleBasedStateMachine):
         defragments=st.booleans(),
         most_forced=st.sampled_from([0, 0, 2, 9]),
         max_steps_in_flight=st.integers(1, 2),
+        max_adapters=st.none() | st.integers(1, 2),
     )
     def configure(
         self,
@@ -104,6 +106,7 @@ class Machine(RuleBasedStateMachine):
         defragments: bool,
         most_forced: int,
         max_steps_in_flight: int,
+        max_adapters: int | None,
     ) -> None:
         governor = BandwidthGovernor(1, RATE, WINDOW_S) if limited else None
         self.blocks = BlockManager(
@@ -128,6 +131,7 @@ class Machine(RuleBasedStateMachine):
             force_evict_hold_s=2.0,
             # Tokens that are forced must be known before the next step is scheduled.
             max_steps_in_flight=1 if most_forced else max_steps_in_flight,
+            max_adapters=max_adapters,
         )
         self.now = 100.0
         self.steady = 0.0
@@ -156,6 +160,7 @@ class Machine(RuleBasedStateMachine):
         branches=branching,
         priority=st.integers(0, 2),
         client=st.sampled_from(["", "", "a", "b"]),
+        adapter=st.sampled_from(["", "", "A", "B", "C"]),
     )
     def arrive(
         self,
@@ -165,6 +170,7 @@ class Machine(RuleBasedStateMachine):
         branches: dict[str, object],
         priority: int,
         client: str,
+        adapter: str,
     ) -> None:
         self.names += 1
         request = Request(
@@ -175,6 +181,8 @@ class Machine(RuleBasedStateMachine):
             stop_token_ids=frozenset({STOP}),
             priority=priority,
             client=client,
+            adapter=adapter,
+            extra_keys=(adapter,),
             **branches,
         )
         self.unfinished[request.request_id] = self.runner.add(request)
@@ -274,6 +282,11 @@ class Machine(RuleBasedStateMachine):
         assert self.scheduler.num_running_seqs <= max(output.max_running_seqs, self.last_limit)
         self.last_limit = output.max_running_seqs
         self.check_traffic(output)
+        scheduled = (*output.prompts, *output.decodes)
+        adapters = {each.adapter for each in scheduled if each.adapter}
+        assert len(adapters) <= (self.config.max_adapters or len(adapters))
+        for each in scheduled:
+            assert each.adapter == self.scheduler._states.sequences[each.seq_id].request.adapter
         self.runner.launch(output)
         if len(self.runner.in_flight) == self.config.max_steps_in_flight:
             self.finish_oldest()
@@ -327,6 +340,17 @@ class Machine(RuleBasedStateMachine):
             assert self.scheduler.num_running == len(running)
             assert self.scheduler.num_running_seqs == sum(group.num_seqs for group in running)
 
+    @invariant()
+    def an_adapter_is_in_use_from_the_first_step_to_the_end_of_a_group(self) -> None:
+        if hasattr(self, "scheduler"):
+            admitted = [
+                group.request.adapter
+                for group in self.unfinished.values()
+                if group.status is not SequenceStatus.WAITING and group.request.adapter
+            ]
+            assert self.scheduler.adapters == Counter(admitted)
+            assert len(set(admitted)) <= (self.config.max_adapters or len(admitted))
+
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
@@ -340,6 +364,7 @@ class Machine(RuleBasedStateMachine):
             self.pass_time(1.0)  # the thermal policy raises its limit in several steps
             self.step()
         assert not self.unfinished, "every admitted request finishes"
+        assert not self.scheduler.adapters
         self.step()
         self.step()
         while self.runner.in_flight:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
 
 from trencadis.engine import (
+    AdapterError,
+    AdapterInfo,
     BatchControl,
     BatchControlResult,
     CompletionDelta,
@@ -125,6 +128,8 @@ class StandInEngine:
         self.requests: list[tuple[list[int], SamplingParams, str | None, int]] = []
         self.salts: list[str | None] = []
         self.clients: list[str] = []
+        self.loras: list[str | None] = []
+        self.adapters: tuple[AdapterInfo, ...] = ()
         self.aborted: list[str] = []
         self.orders: list[BatchControl] = []
         self.thermal: ThermalStats | None = None
@@ -161,6 +166,9 @@ class StandInEngine:
             num_ready_buckets=30,
             is_warming_up=True,
             num_graphs=25,
+            max_adapters=4,
+            running_adapters=("a", "b"),
+            waiting_adapters=("c",),
             core_silence_s=0.75,
             core_silence_limit_s=60.0,
             num_preemptions=3,
@@ -209,6 +217,7 @@ class StandInEngine:
         self.requests.append((prompt, params, request.request_id, request.priority))
         self.salts.append(request.cache_salt)
         self.clients.append(request.client)
+        self.loras.append(request.lora)
         self.running.add(key)
         finished = False
         try:
@@ -219,6 +228,18 @@ class StandInEngine:
             self.running.discard(key)
             if not finished:
                 self.aborted.append(key)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self.check_health()
+        if any(adapter.name == name for adapter in self.adapters):
+            raise AdapterError(f"the adapter {name!r} is loaded already", "lora_name")
+        if not os.path.exists(f"{path}/adapter_config.json"):  # noqa: PTH110, ASYNC240
+            raise AdapterError(f"{path}/adapter_config.json cannot be read")
+        self.adapters += (AdapterInfo(name, path, rank=4, num_bytes=100),)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.check_health()
+        self.adapters = tuple(each for each in self.adapters if each.name != name)
 
     async def control(self, order: BatchControl) -> BatchControlResult:
         await self.check_health()

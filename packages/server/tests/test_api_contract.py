@@ -30,6 +30,7 @@ OPERATIONS = (
     "POST /v1/responses/{response_id}/cancel",
     "GET /load",
     "POST /invocations",
+    *("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"),
 )
 EMBEDDING_OPERATIONS = (
     *("POST /v1/embeddings", "POST /v1/score", "POST /score"),

@@ -61,6 +61,11 @@ ENGINE = {
     "score_prompt": ("joined", "joined"),
     "quantization": ("int8", "int8"),
     "fp32_softmax": ("true", True),
+    "enable_lora": ("", True),
+    "lora_modules": ("sql=/adapters/a=b", {"sql": "/adapters/a=b"}),
+    "max_loras": ("4", 4),
+    "max_lora_rank": ("64", 64),
+    "max_cpu_loras": ("9", 9),
     "engine_restarts": ("1", 1),
     "hang_timeout": ("9", 9.0),
     "hang_restart_timeout": ("90", 90.0),
@@ -89,6 +94,7 @@ SERVER = {
     "reasoning_parser": ("qwen3", "qwen3"),
     "enable_auto_tool_choice": (None, True),
     "admin_keys": ("d", ("d",)),
+    "lora_directories": ("/adapters", ("/adapters",)),
     "admin_rate_limit": ("3", 3.0),
     "admin_port": ("9", 9),
     "otlp_traces_endpoint": ("http://a:4318/v1/traces", "http://a:4318/v1/traces"),
@@ -510,6 +516,8 @@ def test_a_single_text_is_one_key():
         ("api_keys", [5]),
         ("api_keys", [""]),
         ("admin_keys", None),
+        ("lora_directories", [5]),
+        ("lora_directories", [""]),
         ("max_body_size", 10**20),
         ("max_pending_prompts", 10**10),
         ("body_timeout", float("nan")),
@@ -668,3 +676,13 @@ models:
     places = ("4: models.a.tool_call_parser: ", "5: models.a.reasoning_parser: ")
     for place in (*places, "6: models.b.maxmodellen is unknown", "6: models.b.ttl: "):
         assert f"line {place}" in error, place
+
+
+def test_adapters_are_named_one_by_one_or_together():
+    flags = ("--lora-modules", "a=x", "b=y", "--lora-modules", "c=z", "--enable-lora")
+    config = engine_config(parse("m", *flags), {})
+    assert config.lora_modules == {"a": "x", "b": "y", "c": "z"}
+    with pytest.raises(ConfigError, match="names 'a' twice"):
+        engine_config(parse("m", "--lora-modules", "a=x", "a=y"), {})
+    with pytest.raises(SystemExit):
+        parse("m", "--lora-modules", "a")

@@ -103,6 +103,7 @@ ENGINE_VALUES = {
     "trencadis:warming_up": 1,
     "trencadis:graphs": 25,
     "vllm:cache_config_info": 1,
+    "vllm:lora_requests_info": 1,
     "vllm:prefix_cache_queries_total": 10,
     "vllm:prefix_cache_hits_total": 8,
     "trencadis:defragmented_blocks_total": 14,

@@ -37,6 +37,7 @@ from trencadis.engine.api.scoring import PairPrompt, Scoring
 from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.api.text_prompts import TextPrompts
 from trencadis.engine.errors import (
+    AdapterError,
     BucketMiss,
     CompileError,
     ConfigError,
@@ -61,7 +62,7 @@ from trencadis.engine.errors import (
 from trencadis.engine.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
-    from trencadis.engine.api.inspection import EngineInspection, GridUsage
+    from trencadis.engine.api.inspection import AdapterInfo, EngineInspection, GridUsage
     from trencadis.engine.core.compile_cache import (
         CompileCacheReport,
         check_compile_cache,
@@ -96,6 +97,7 @@ _LOADED_ON_USE = {
     "Device": ".devices",
     "Embedding": ".front.pooled_results",
     "EngineCore": ".core.engine_core",
+    "AdapterInfo": ".api.inspection",
     "EngineInspection": ".api.inspection",
     "FairThread": ".fair_thread",
     "Generation": ".front.llm",
@@ -125,6 +127,8 @@ __all__ = [
     "MAX_LOGPROB_TOKEN_IDS",
     "MAX_STOP_TOKEN_IDS",
     "STEP_TOKENS",
+    "AdapterError",
+    "AdapterInfo",
     "AsyncEngine",
     "BatchControl",
     "BatchControlResult",

@@ -55,6 +55,10 @@ class InvalidRequest(EngineError, ValueError):
         self.field = field
 
 
+class AdapterError(InvalidRequest):
+    """An adapter cannot be loaded, unloaded or used. The message names its file or its name."""
+
+
 class EngineOverloaded(EngineError):
     """The queue of waiting requests is full: try again later, or raise ``max_waiting``."""
 

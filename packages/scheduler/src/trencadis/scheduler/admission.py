@@ -17,6 +17,9 @@ from trencadis.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
+_NO_ADAPTER = ""
+"""That of a request that runs with the model's own weights."""
+
 
 class AdmissionControl:
     """Checks requests; starts groups while running limit, token budget and free blocks allow it.
@@ -45,6 +48,10 @@ class AdmissionControl:
     A group with more sequences than a thermal limit allows runs alone: it starts, in its order or
     when it is overdue, once nothing else runs. One with more than ``max_num_seqs``, or than a
     forced eviction has left, waits until that limit rises.
+
+    Groups whose adapters would be more than ``max_adapters`` wait, however many they are, and count
+    as bypassed like any other. Once one is overdue no group is admitted that has an
+    adapter, until the groups of one of those in use have ended, so its wait ends, too.
     """
 
     def __init__(
@@ -139,10 +146,9 @@ class AdmissionControl:
 
     def has_urgent_group(self) -> bool:
         """Whether a waiting group of a higher priority could preempt the last running one."""
-        states = self._states
-        first = (
-            states.waiting.first(1, self._settings.config.max_num_seqs) if states.running else ()
-        )
+        states, limit = self._states, self._settings.config.max_num_seqs
+        adapters = self._usable_adapters(limit)
+        first = states.waiting.first(1, limit, adapters=adapters) if states.running else ()
         return any(group.priority < states.running.last().queue_key.priority for group in first)
 
     def next_group(self, queue: GroupQueue, step: SchedulingStep) -> SequenceGroup | None:
@@ -247,9 +253,29 @@ class AdmissionControl:
         self, queue: GroupQueue, step: SchedulingStep, count: int
     ) -> list[SequenceGroup]:
         first = queue.first(1, step.max_group_seqs)
-        if first and self._states.is_overdue(first[0]):
+        if first and self._states.is_overdue(first[0]) and self._may_use_adapter(first[0]):
             return first
-        return queue.first(count, self._max_group_seqs(step))
+        adapters = None  # groups that resume have theirs
+        if queue is self._states.waiting:
+            adapters = self._usable_adapters(step.max_group_seqs)
+        return queue.first(count, self._max_group_seqs(step), adapters=adapters)
+
+    def _usable_adapters(self, max_group_seqs: int) -> Collection[str] | None:
+        """The adapters that a group may have which is admitted now; None for any."""
+        used, limit = self._states.adapters, self._settings.config.max_adapters
+        if limit is None or len(used) < limit:
+            return None
+        first = self._states.waiting.first(1, max_group_seqs)
+        if first and self._states.is_overdue(first[0]) and not self._may_use_adapter(first[0]):
+            return {_NO_ADAPTER}
+        return {_NO_ADAPTER, *used}
+
+    def _may_use_adapter(self, group: SequenceGroup) -> bool:
+        """Whether ``max_adapters`` allows a group to start: one that was admitted has its own."""
+        used, limit = self._states.adapters, self._settings.config.max_adapters
+        if limit is None or len(used) < limit or group.status is not SequenceStatus.WAITING:
+            return True
+        return group.request.adapter in (_NO_ADAPTER, *used)
 
     def _leave_rest(
         self, candidates: list[SequenceGroup], num_free_seqs: int, step: SchedulingStep
@@ -269,7 +295,12 @@ class AdmissionControl:
             return candidates
         lowest = states.running.last().queue_key.priority if states.running else -math.inf
         urgent = [group for group in candidates if group.queue_key.priority < lowest]
-        others = states.waiting.first(len(candidates), self._max_group_seqs(step), served)
+        others = states.waiting.first(
+            len(candidates),
+            self._max_group_seqs(step),
+            served,
+            self._usable_adapters(step.max_group_seqs),
+        )
         return [*urgent, *(group for group in others if group not in urgent)]
 
     def _share_and_started(self, step: SchedulingStep) -> tuple[int, dict[Client, list[int]]]:

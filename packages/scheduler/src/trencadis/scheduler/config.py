@@ -74,6 +74,12 @@ class SchedulerConfig:
         "is the oldest of its queue, or it is preempted while a later group keeps its blocks. "
         "After that it starts next and keeps its blocks.",
     )
+    max_adapters: int | None = setting(
+        None,
+        integer(1, optional=True),
+        "Maximum number of different adapters (Request.adapter) that requests have which were "
+        "admitted and have not ended; None: any number.",
+    )
     force_evict_hold_s: float = setting(
         5.0,
         number(0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from heapq import merge
 from itertools import count, islice
@@ -75,12 +76,12 @@ class GroupQueue:
 
     Groups of more than ``max_num_seqs`` sequences cannot run under the current running limit:
     `first` and `oldest` skip them. Groups of one number of sequences are kept together, so a step
-    skips all groups of that number at once: its cost does not grow with the queue, but with the
-    number of clients in it.
+    skips all groups of that number at once, and so all of an adapter: its cost does not grow with
+    the queue, but with the number of clients in it, and of their adapters.
     """
 
     def __init__(self) -> None:
-        self._by_key: dict[tuple[int, Client], SortedGroups] = {}
+        self._by_key: dict[tuple[int, Client, str], SortedGroups] = {}
         self._by_arrival: dict[int, SortedGroups] = {}
         self._num_groups = 0
 
@@ -88,13 +89,22 @@ class GroupQueue:
         return self._num_groups
 
     def first(
-        self, count: int, max_num_seqs: int, without: Collection[Client] = ()
+        self,
+        count: int,
+        max_num_seqs: int,
+        without: Collection[Client] = (),
+        adapters: Collection[str] | None = None,
     ) -> list[SequenceGroup]:
-        """The first groups of the queue, at most ``count``, of clients other than ``without``."""
+        """The first groups of the queue, at most ``count``, of clients other than ``without``.
+
+        ``adapters``: only groups with one of them; None for any.
+        """
         eligible = [
             groups
-            for (size, client), groups in self._by_key.items()
-            if size <= max_num_seqs and client not in without
+            for (size, client, adapter), groups in self._by_key.items()
+            if size <= max_num_seqs
+            and client not in without
+            and (adapters is None or adapter in adapters)
         ]
         return list(islice(merge(*eligible, key=_order), count))
 
@@ -107,14 +117,14 @@ class GroupQueue:
 
     def add(self, group: SequenceGroup) -> None:
         """Insert a group. Its number of sequences must not change while it is in the queue."""
-        size, key = group.num_seqs, (group.num_seqs, group.client)
+        size, key = group.num_seqs, _kind(group)
         self._by_key.setdefault(key, SortedGroups(_queue_key)).add(group)
         self._by_arrival.setdefault(size, SortedGroups(_arrival)).add(group)
         self._num_groups += 1
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group that is in the queue."""
-        size, key = group.num_seqs, (group.num_seqs, group.client)
+        size, key = group.num_seqs, _kind(group)
         self._by_key[key].remove(group)
         if not self._by_key[key]:
             del self._by_key[key]
@@ -122,6 +132,11 @@ class GroupQueue:
         if not self._by_arrival[size]:
             del self._by_arrival[size]
         self._num_groups -= 1
+
+
+def _kind(group: SequenceGroup) -> tuple[int, Client, str]:
+    """What groups have in common that a step skips together."""
+    return group.num_seqs, group.client, group.request.adapter
 
 
 class GroupStates:
@@ -136,6 +151,8 @@ class GroupStates:
     - ``num_preempted``: PREEMPTED groups.
     - ``num_scored``: groups whose results need more than a token: log-probabilities to rank
       samples, or candidates of beams.
+    - ``adapters``: how many groups use each adapter: those that were admitted and have not ended.
+      A preempted group keeps its own, so that it can resume.
     - ``num_arrivals``: groups since the start.
     - ``num_finished_seqs``: sequences that finished since the start, without aborted ones.
     """
@@ -148,6 +165,7 @@ class GroupStates:
         self.shares = ClientShares()
         self.groups: dict[str, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
+        self.adapters: Counter[str] = Counter()
         self.num_running_seqs = 0
         self.num_swapping_in_seqs = 0
         self.num_preempted = 0
@@ -205,6 +223,8 @@ class GroupStates:
         self.running.add(group)
         self.num_running_seqs += group.num_seqs
         group.started_at_s = now
+        if status is SequenceStatus.WAITING and group.request.adapter:
+            self.adapters[group.request.adapter] += 1
         if status is not SequenceStatus.WAITING:
             group.away_s += max(0.0, now - group.preempted_at_s)
         if group.queue_s is None:
@@ -252,6 +272,7 @@ class GroupStates:
             self._leave_queue(group, group.status)
             if group.status is not SequenceStatus.WAITING:
                 group.transition_to(SequenceStatus.WAITING)
+                self._leave_adapter(group)
             self._remove(group)
         group.finish_reason = FinishReason.ABORT
         for sequence in group.unfinished_seqs:
@@ -294,7 +315,16 @@ class GroupStates:
         group.transition_to(SequenceStatus.FINISHED)
         self.running.remove(group)
         self.num_running_seqs -= group.num_seqs
+        self._leave_adapter(group)
         self._remove(group)
+
+    def _leave_adapter(self, group: SequenceGroup) -> None:
+        """A group that was admitted has ended."""
+        adapter = group.request.adapter
+        if adapter:
+            self.adapters[adapter] -= 1
+            if not self.adapters[adapter]:
+                del self.adapters[adapter]
 
     def _leave_queue(self, group: SequenceGroup, status: SequenceStatus) -> None:
         """Remove a group that has, or had until now, a ``status`` other than RUNNING."""

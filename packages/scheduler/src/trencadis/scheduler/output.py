@@ -36,6 +36,7 @@ class ScheduledSequence(NamedTuple):
       that row once for ``seq_id`` and once for each of them.
     - ``num_candidates``: above 0 for a beam. Return that many most probable tokens with their
       log-probabilities instead of a sampled token.
+    - ``adapter``: that of its request.
     """
 
     seq_id: int
@@ -45,6 +46,7 @@ class ScheduledSequence(NamedTuple):
     samples: bool
     forks: tuple[int, ...] = ()
     num_candidates: int = 0
+    adapter: str = ""
 
     @property
     def sample_ids(self) -> tuple[int, ...]:
@@ -246,6 +248,7 @@ class SchedulingStep:
             samples,
             forks,
             group.beam_state.candidates_per_beam if group.beam_state is not None else 0,
+            group.request.adapter,
         )
         (self.decodes if num_tokens == 1 else self.prompts).append(scheduled)
         self.token_budget -= num_tokens

@@ -57,6 +57,8 @@ class Request:
     ``beam_search``. Under the ``priority`` policy, requests with a lower ``priority`` run first.
     Of equal priority, those of the ``client`` run first that got the least service
     (`ClientShares`); by default all requests are of the same one.
+    ``adapter``: the weights that it runs with; empty for those of the model alone. At most
+    ``max_adapters`` of them are in use at once.
     ``extra_keys`` (adapter id, cache salt): prompts share cached prefixes only if these are equal.
     Without ``reads_prefix_cache`` every token of the prompt is computed, also one that is cached,
     for a host that needs what the model computes from each.
@@ -83,6 +85,7 @@ class Request:
         default=True, validator=instance_of(bool, error=UnservableRequest)
     )
     client: str = attrs.field(default="", validator=instance_of(str, error=UnservableRequest))
+    adapter: str = attrs.field(default="", validator=instance_of(str, error=UnservableRequest))
 
     def __attrs_post_init__(self) -> None:
         if self.n > self.num_seqs:

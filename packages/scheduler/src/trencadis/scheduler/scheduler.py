@@ -194,6 +194,11 @@ class Scheduler:
         return self._preemptor.num_recomputes
 
     @property
+    def adapters(self) -> abc.Mapping[str, int]:
+        """How many requests use each adapter; see `SchedulerConfig`."""
+        return dict(self._states.adapters)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step has anything to do: requests to serve or control requests to answer."""
         return bool(self._states.groups) or self._control.has_control_requests

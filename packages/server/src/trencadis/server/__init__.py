@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trencadis.server.app import create_app
     from trencadis.server.engine_protocol import (
+        AdapterEngine,
         DescribedTokenizer,
         EmbeddingEngine,
         InspectableEngine,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AdapterEngine",
     "DescribedTokenizer",
     "EmbeddingEngine",
     "InspectableEngine",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AdapterEngine": "engine_protocol",
     "DescribedTokenizer": "engine_protocol",
     "EmbeddingEngine": "engine_protocol",
     "InspectableEngine": "engine_protocol",

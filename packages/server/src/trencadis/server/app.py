@@ -28,6 +28,7 @@ from trencadis.server.http.request_body import UNREAD_FACTOR, BodyLimit
 from trencadis.server.http.request_id_header import RequestIdHeader
 from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.metrics.tracing import RequestTracer
+from trencadis.server.routes.adapters import adapters_router
 from trencadis.server.routes.admin import admin_router
 from trencadis.server.routes.chat import chat_router
 from trencadis.server.routes.completions import completions_router
@@ -145,6 +146,7 @@ def _add_routes(app: FastAPI, context: ServingContext, dashboard: DashboardFeed)
         invocations_router,
         models_router,
         switch_router,
+        adapters_router,
         health_router,
         admin_router,
     ):

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from trencadis.engine import (
+    AdapterInfo,
     BatchControl,
     BatchControlResult,
     CompletionDelta,
@@ -274,6 +275,29 @@ class ScoringEngine(Protocol):
 def scoring(engine: ServingEngine) -> Scoring | None:
     """How an engine's model scores pairs; None for one that does not."""
     return engine.scoring if isinstance(engine, ScoringEngine) else None
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """An engine that serves adapters beside the weights of its model: requests name them by
+    ``lora``."""
+
+    @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """Those that requests to the active model may name."""
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load the adapter in the directory ``path``. Raises `InvalidRequest` where it cannot be
+        served, or the name is taken, or an error of `ServingEngine.check_health`."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter: new requests may not name it, others go on. Errors as above."""
+
+
+def adapters(engine: ServingEngine) -> Mapping[str, AdapterInfo]:
+    """The adapters that requests may name, by name."""
+    found = engine.adapters if isinstance(engine, AdapterEngine) else ()
+    return {adapter.name: adapter for adapter in found}
 
 
 @runtime_checkable

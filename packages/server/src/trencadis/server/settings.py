@@ -276,6 +276,19 @@ class ServerSettings:
             default="none: closed",
         ),
     )
+    lora_directories: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=_texts,
+        validator=_no_blank_text,
+        metadata=setting(
+            "--lora-directory",
+            metavar="DIRECTORY",
+            group=SERVER,
+            repeated=True,
+            help="administrators may load adapters from below this directory while the server runs",
+            default="none",
+        ),
+    )
     enable_admin_api: bool = setting_field(
         False,
         boolean(),

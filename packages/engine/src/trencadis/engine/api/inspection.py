@@ -45,6 +45,17 @@ class GridUsage:
 
 
 @attrs.frozen
+class AdapterInfo:
+    """An adapter that requests may name. ``path``: its directory; ``num_bytes``: of its matrices in
+    host memory."""
+
+    name: str
+    path: str
+    rank: int
+    num_bytes: int
+
+
+@attrs.frozen
 class EngineInspection:
     """The KV blocks of the device, and the grids of prefill and decode."""
 

@@ -138,6 +138,9 @@ class EngineStats:
     - ``num_buckets``, ``num_ready_buckets``: buckets, and those that warm-up has run or traffic has
       compiled. ``is_warming_up``: whether a warm-up in the background has some left.
     - ``num_graphs``: captured graphs.
+    - ``max_adapters``: slots for adapters; 0 for an engine that serves none.
+    - ``running_adapters``, ``waiting_adapters``: names of adapters of requests that were admitted,
+      and of those that have not started.
     - ``thermal``: None if no temperature is measured.
     - ``core_silence_s``: seconds since the last message of a core in another process. An idle one
       sends one each second; all other values are as old. ``core_silence_limit_s``: the silence
@@ -185,6 +188,9 @@ class EngineStats:
     num_ready_buckets: int = 0
     is_warming_up: bool = False
     num_graphs: int = 0
+    max_adapters: int = 0
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
     thermal: ThermalStats | None = None
     core_silence_s: float = 0.0
     core_silence_limit_s: float = 0.0

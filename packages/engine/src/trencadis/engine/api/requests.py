@@ -21,6 +21,9 @@ MAX_CACHE_SALT = 1024
 MAX_CLIENT = 256
 """Most characters of a client's name."""
 
+MAX_ADAPTER_NAME = 256
+"""Most characters of an adapter's name."""
+
 _INT64_MAX = 2**63 - 1
 """The largest integer that a message can carry to the core."""
 
@@ -62,12 +65,23 @@ def check_request_id(request_id: str | None) -> None:
         )
 
 
+def check_adapter_name(name: object, field: str) -> None:
+    """Raise `InvalidRequest` for what cannot name an adapter."""
+    if not is_text(name) or not 1 <= len(name) <= MAX_ADAPTER_NAME:
+        raise InvalidRequest(
+            f"{field} must be the name of an adapter, a text of 1 to {MAX_ADAPTER_NAME} characters "
+            f"that UTF-8 can encode, got {shown(name)}",
+            field,
+        )
+
+
 class RequestFields(TypedDict, total=False):
     """The fields that the requests of one call share, as keyword arguments: see `PromptRequest`."""
 
     priority: int
     cache_salt: str | None
     client: str
+    lora: str | None
 
 
 def _bad_tokens(params: SamplingParams) -> list[tuple[int, ...]]:
@@ -91,6 +105,7 @@ class PromptRequest:
       got the fewest tokens is served next.
     - ``model``: the model whose tokenizer made the prompt: the request is rejected where another
       one is active. None: it is for whichever is active.
+    - ``lora``: the name of the adapter that it is computed with; None: the model's own weights.
     - ``is_resumed``: it was accepted before, and parked. The length of the queue does not bind it.
     """
 
@@ -100,6 +115,7 @@ class PromptRequest:
     cache_salt: str | None = attrs.field(default=None, kw_only=True)
     client: str = attrs.field(default="", kw_only=True)
     model: str | None = attrs.field(default=None, kw_only=True)
+    lora: str | None = attrs.field(default=None, kw_only=True)
     is_resumed: bool = attrs.field(default=False, kw_only=True)
 
     @request_id.validator
@@ -131,6 +147,11 @@ class PromptRequest:
             raise InvalidRequest(
                 f"model must be a text that UTF-8 can encode, got {shown(value)}", "model"
             )
+
+    @lora.validator
+    def _check_lora(self, _: object, value: str | None) -> None:
+        if value is not None:
+            check_adapter_name(value, "lora")
 
     @is_resumed.validator
     def _check_is_resumed(self, _: object, value: bool) -> None:

@@ -23,6 +23,7 @@ from trencadis.engine.errors import (
 from trencadis.engine.ipc.channel import CoreChannel, Undecodable
 from trencadis.engine.ipc.messages import (
     Abort,
+    AdaptersChanged,
     Add,
     AddPooling,
     Busy,
@@ -33,6 +34,7 @@ from trencadis.engine.ipc.messages import (
     Finish,
     Inspect,
     Inspected,
+    LoadAdapter,
     ModelChecked,
     Preempt,
     Preempted,
@@ -46,6 +48,7 @@ from trencadis.engine.ipc.messages import (
     Slept,
     StepDone,
     Stop,
+    UnloadAdapter,
     WakeUp,
 )
 from trencadis.engine.settings.engine_config import EngineConfig
@@ -128,6 +131,7 @@ def _ready(core: EngineCore, warmup_seconds: float) -> Ready:
         embedding_size=core.facts.embedding_size,
         scoring=core.spec.scoring,
         text_prompts=core.spec.text_prompts,
+        adapters=tuple(adapter.info for adapter in core.adapters),
     )
 
 
@@ -220,7 +224,16 @@ def _send_checked(checks: _Checks, channel: CoreChannel) -> None:
 def _handle(
     core: EngineCore,
     channel: CoreChannel,
-    message: Add | AddPooling | Abort | Finish | Control | Preempt | Inspect | Undecodable,
+    message: Add
+    | AddPooling
+    | Abort
+    | Finish
+    | Control
+    | Preempt
+    | Inspect
+    | LoadAdapter
+    | UnloadAdapter
+    | Undecodable,
     orders: _Orders,
 ) -> None:
     if isinstance(message, Undecodable):
@@ -236,6 +249,8 @@ def _handle(
         channel.send(Preempted(message.number, core.abort_and_swap(message.keys)))
     elif isinstance(message, Inspect):
         channel.send(_inspect(core, message.number))
+    elif isinstance(message, (LoadAdapter, UnloadAdapter)):
+        channel.send(_change_adapters(core, message))
     elif isinstance(message, Control):
         try:
             orders[message.number] = core.control(message.order)
@@ -264,6 +279,22 @@ def _inspect(core: EngineCore, number: int) -> Inspected:
     except Exception as error:
         logger.exception("The core could not be inspected")
         return Inspected(number, None, f"{type(error).__name__}: {error}")
+
+
+def _change_adapters(core: EngineCore, message: LoadAdapter | UnloadAdapter) -> AdaptersChanged:
+    """Load or unload an adapter; returns the answer. Never raises: the core goes on."""
+    number = message.number
+    try:
+        if isinstance(message, LoadAdapter):
+            core.load_adapter(message.name, message.path)
+        else:
+            core.unload_adapter(message.name)
+    except InvalidRequest as error:
+        return AdaptersChanged(number, error=str(error), field=error.field)
+    except Exception as error:
+        logger.exception("The adapter %s could not be changed", message.name)
+        return AdaptersChanged(number, error=f"{type(error).__name__}: {error}")
+    return AdaptersChanged(number, tuple(adapter.info for adapter in core.adapters))
 
 
 def _change_model(

@@ -16,12 +16,19 @@ from concurrent.futures import Future
 
 from trencadis.engine.api.inspection import MAX_MAP_CELLS, EngineInspection
 from trencadis.engine.api.outputs import EngineStats, plus_totals, totals_since, with_totals
-from trencadis.engine.api.requests import EngineRequest, check_is_request, check_request_id
+from trencadis.engine.api.requests import (
+    EngineRequest,
+    check_adapter_name,
+    check_is_request,
+    check_request_id,
+)
+from trencadis.engine.core.adapter_slots import AdapterSlots
+from trencadis.engine.core.adapter_table import AdapterTable, NamedAdapter
 from trencadis.engine.core.kv_events import KVEventPublisher
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.step_sampling import StepSampling
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
-from trencadis.engine.errors import BucketMiss, InvalidRequest, shown
+from trencadis.engine.errors import AdapterError, BucketMiss, ConfigError, InvalidRequest, shown
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.grammar import saved_tokenizer_json
 from trencadis.engine.ipc.messages import (
@@ -94,6 +101,8 @@ class EngineCore:
         self.executor.on_cold = lambda shape: self.on_busy(
             f"the engine core compiles {shape}", BUSY_SECONDS
         )
+        self._tables: dict[str, AdapterTable] = {}
+        """The adapters of each model that was served, by its name."""
         self._close_events: Callable[[], object] = lambda: None
         self._totals: dict[str, EngineStats] = {}
         """The totals of each model, up to when what counts them last began again at 0."""
@@ -156,6 +165,7 @@ class EngineCore:
                 max_chunk_tokens=facts.max_chunk_tokens,
                 policy=config.scheduling_policy,
                 num_output_tokens=0 if self.spec.is_pooling else 1,
+                max_adapters=config.max_loras if config.enable_lora else None,
             ),
             self.blocks,
             thermal=self._thermal.guard,
@@ -168,6 +178,24 @@ class EngineCore:
         self._grammars = GrammarCompiler(tokenizer, self.spec.vocab_size, eos_token_ids)
         self.requests = RequestTable(self.scheduler, eos_token_ids, rng, self._grammars)
         self._sampling = StepSampling(self.requests, self.scheduler, eos_token_ids, self._grammars)
+        self._slots = AdapterSlots(config.max_loras)
+        self._serve_adapters()
+
+    def _serve_adapters(self) -> None:
+        """Load the adapters that the settings name, or those that the model had before."""
+        config, executor = self.config, self.executor
+        if config.name in self._tables:
+            self._adapters = self._tables[config.name]
+            for reason in self._adapters.restore(executor.holds_adapter, executor.load_adapter):
+                logger.warning("%s", reason)
+            return
+        self._adapters = AdapterTable()
+        try:
+            for name, path in config.lora_modules.items():
+                self.load_adapter(name, path)
+        except InvalidRequest as error:
+            raise ConfigError(f"lora_modules: {error}", "lora_modules") from error
+        self._tables[config.name] = self._adapters
 
     def rebuild(self, facts: ModelFacts) -> None:
         """Serve another model, which the executor has made ready, instead of the present one.
@@ -226,6 +254,7 @@ class EngineCore:
         """The state after the last step, and what its counters say."""
         executor = self.executor.counters()
         requests = self.requests.count_by_state()
+        adapters = self.requests.adapter_names() if self.config.enable_lora else ((), ())
         return EngineStats(
             num_running_reqs=requests[SequenceStatus.RUNNING],
             num_running_seqs=self.scheduler.num_running_seqs,
@@ -245,6 +274,9 @@ class EngineCore:
             num_ready_buckets=executor.num_ready_buckets,
             is_warming_up=self.executor.is_warming_up,
             num_graphs=executor.num_graphs,
+            max_adapters=self.config.max_loras if self.config.enable_lora else 0,
+            running_adapters=adapters[0],
+            waiting_adapters=adapters[1],
             thermal=self._thermal.stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
@@ -288,11 +320,55 @@ class EngineCore:
         spec = self.spec
         request.check(spec.vocab_size, self.max_model_len, is_pooling=spec.is_pooling)
         limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
-        self.requests.add(key, request, limit)
+        self.requests.add(key, request, limit, self._adapters.digest_of(request.lora))
+
+    @property
+    def adapters(self) -> tuple[NamedAdapter, ...]:
+        """The adapters that requests may name."""
+        return tuple(self._adapters)
+
+    def load_adapter(self, name: str, path: str) -> NamedAdapter:
+        """Load the adapter in the directory ``path``, under a name that none has.
+
+        Raises `AdapterError` for one that cannot be served, and `InvalidRequest`, naming the field,
+        for values of other types. Nothing has changed then.
+        """
+        check_adapter_name(name, "lora_name")
+        if not isinstance(path, str) or not path:
+            raise InvalidRequest(
+                f"lora_path must be the directory of an adapter, got {shown(path)}", "lora_path"
+            )
+        if not self.config.enable_lora:
+            raise AdapterError("this engine serves no adapters: start it with enable_lora")
+        if name == self.config.name:
+            raise AdapterError(
+                f"{shown(name)} is the name of the model: give the adapter another", "lora_name"
+            )
+        if self.is_asleep:
+            raise AdapterError("the engine sleeps: wake it up before adapters are loaded")
+        added = self._adapters.add(name, path, self.executor.load_adapter)
+        logger.info("Adapter %s: %s, rank %d", name, path, added.loaded.rank)
+        return added
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove an adapter: new requests may not name it, those that were added go on with it.
+
+        Its memory is freed when they have ended. Raises `AdapterError` for one that is not loaded.
+        """
+        check_adapter_name(name, "lora_name")
+        self._adapters.remove(name)
+        self._drop_unused_adapters()
+        logger.info("Adapter %s was unloaded", name)
+
+    def _drop_unused_adapters(self) -> None:
+        if self._adapters.has_retired:
+            for digest in self._adapters.unused(self.requests.adapters()):
+                self.executor.drop_adapter(digest)
 
     def abort(self, key: str) -> None:
         """End a request and free its blocks. An unknown key is ignored: the request has ended."""
         self.requests.abort(key)
+        self._drop_unused_adapters()
 
     def finish(self, key: str, index: int) -> None:
         """End sample ``index`` of a request, because the front found a stop string."""
@@ -382,8 +458,19 @@ class EngineCore:
         self.pause_s = STALLED_SECONDS if is_stalled else 0.0
         rows = self._sampling.row_requests(output)
         targets = self._sampling.prompt_targets(output) if self.requests.scored else {}
-        step = StepInput(output.step, output.prompts, output.decodes, output.moves, rows, targets)
+        step = StepInput(
+            *(output.step, output.prompts, output.decodes, output.moves, rows, targets),
+            self._adapter_slots(output),
+        )
         self._in_flight.append((output, self.executor.execute(step)))
+
+    def _adapter_slots(self, output: SchedulerOutput) -> Mapping[str, int]:
+        """The slots of the adapters of a step."""
+        if not self.config.enable_lora:
+            return {}
+        scheduled = (*output.prompts, *output.decodes)
+        adapters = dict.fromkeys(item.adapter for item in scheduled if item.adapter)
+        return self._slots.of_step(adapters, self.scheduler.adapters) if adapters else {}
 
     def _finish_oldest(self) -> list[NewToken]:
         """Wait for the oldest step in flight; returns its tokens."""
@@ -410,7 +497,9 @@ class EngineCore:
             self._num_prefill_tokens += len(chunk.token_ids)
         self._running_limit = output.max_running_seqs
         self._prefill_limit = output.max_prefill_tokens
-        return self._sampling.report(updates, result, sampled)
+        tokens = self._sampling.report(updates, result, sampled)
+        self._drop_unused_adapters()
+        return tokens
 
     def _pays_to_jump(self, start: int, num_forced: int) -> bool:
         """Whether to compute forced tokens as one chunk; see `Executor.pays_to_jump`."""

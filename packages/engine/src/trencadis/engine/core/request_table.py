@@ -51,7 +51,7 @@ class Entry:
     indices of samples that still generate. ``prompt_counted``: its prompt is in the total of
     prompt tokens. ``was_parked``: also before its first token. How long it waited is not known
     then. ``prompt_logprobs``: what is known of the prompt's, None where they are not asked for, or
-    were reported.
+    were reported. ``adapter_name``: that of its adapter, None without one.
     """
 
     key: str
@@ -64,6 +64,7 @@ class Entry:
     status: RequestStatus = "normal"
     was_parked: bool = False
     prompt_logprobs: PromptScores | None = None
+    adapter_name: str | None = None
 
 
 @attrs.define(eq=False)
@@ -105,10 +106,12 @@ class Sample:
 
 @attrs.frozen(eq=False)
 class _Compiling:
-    """A request whose grammar is being compiled, with the running limit of when it came."""
+    """A request whose grammar is being compiled, with the running limit of when it came, and the
+    content of its adapter."""
 
     request: EngineRequest
     running_limit: int
+    adapter: str
     grammar: futures.Future[CompiledGrammar]
 
 
@@ -161,23 +164,23 @@ class RequestTable:
             counts[next(state for state in _FURTHEST_FIRST if state in states)] += 1
         return counts
 
-    def add(self, key: str, request: EngineRequest, running_limit: int) -> None:
+    def add(self, key: str, request: EngineRequest, running_limit: int, adapter: str = "") -> None:
         """Add a request to the waiting queue, whose length does not bind one that ``is_resumed``.
 
         Its samples are split into groups of at most ``running_limit`` sequences. Raises
         `InvalidRequest`, naming the field, or `EngineOverloaded`. A request with a structured
         output waits until its grammar is compiled; `add_compiled` adds it, or rejects it with a
-        failure.
+        failure. ``adapter``: the content of the adapter that it names.
         """
         self._check(key, request)
         structured_output = request.params.structured_output
         if structured_output is None:
-            self._add(key, request, running_limit, None)
+            self._add(key, request, running_limit, adapter, None)
             return
         if not request.is_resumed:
             self._check_queue(request.client)
         grammar = self._grammars.compile(structured_output, request.client)
-        self.compiling[key] = _Compiling(request, running_limit, grammar)
+        self.compiling[key] = _Compiling(request, running_limit, adapter, grammar)
         self.add_compiled()
 
     def await_compiled(self, timeout_s: float) -> None:
@@ -193,7 +196,8 @@ class RequestTable:
             del self.compiling[key]
             try:
                 grammar = compiling.grammar.result()
-                self._add(key, compiling.request, compiling.running_limit, grammar)
+                limit, adapter = compiling.running_limit, compiling.adapter
+                self._add(key, compiling.request, limit, adapter, grammar)
             except EngineOverloaded as error:
                 self.failures.append(Rejected(key, str(error), overloaded=True))
             except InvalidRequest as error:
@@ -207,12 +211,13 @@ class RequestTable:
         key: str,
         request: EngineRequest,
         running_limit: int,
+        adapter: str,
         grammar: CompiledGrammar | None,
     ) -> None:
         entry = self._entries[key] = self._new_entry(key, request)
         if entry.prompt_logprobs is not None:
             self.scored[key] = entry
-        self._schedule(entry, request, running_limit)
+        self._schedule(entry, request, running_limit, adapter)
         if entry.params.use_beam_search:
             entry.unfinished.update(range(entry.params.n))
             self.beam_searches[key] = entry
@@ -238,13 +243,18 @@ class RequestTable:
             # A request with output was added before, and its first token was reported.
             prompt_counted=bool(request.output_token_ids),
             prompt_logprobs=PromptScores() if _scores_prompt(request) else None,
+            adapter_name=request.lora,
         )
 
-    def _schedule(self, entry: Entry, request: EngineRequest, running_limit: int) -> None:
+    def _schedule(
+        self, entry: Entry, request: EngineRequest, running_limit: int, adapter: str
+    ) -> None:
         """Add the groups of a request to the scheduler. A request with an error leaves none."""
         eos, max_model_len = self._eos_token_ids, self._max_model_len
         try:
-            for group in _scheduler_requests(entry.key, request, eos, max_model_len, running_limit):
+            for group in _scheduler_requests(
+                entry.key, request, eos, max_model_len, running_limit, adapter
+            ):
                 added = self._scheduler.add(group, is_resumed=request.is_resumed)
                 entry.groups.append(added.group)
         except BaseException as error:
@@ -296,6 +306,23 @@ class RequestTable:
         entry.prompt_logprobs = None
         del self.scored[entry.key]
         return known.to_bytes()
+
+    def adapter_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of the adapters of requests that were admitted, and of those that were not."""
+        admitted: set[str] = set()
+        waiting = {c.request.lora for c in self.compiling.values() if c.request.lora}
+        for entry in self._entries.values():
+            if entry.adapter_name is not None:
+                states = {group.status for group in entry.groups}
+                of_state = waiting if states == {SequenceStatus.WAITING} else admitted
+                of_state.add(entry.adapter_name)
+        return tuple(sorted(admitted)), tuple(sorted(waiting))
+
+    def adapters(self) -> set[str]:
+        """The contents of the adapters of all requests."""
+        groups = (group for entry in self._entries.values() for group in entry.groups)
+        scheduled = {group.request.adapter for group in groups}
+        return scheduled.union(compiling.adapter for compiling in self.compiling.values())
 
     def abort_all(self) -> None:
         """End every request."""
@@ -415,6 +442,7 @@ def _scheduler_requests(
     eos_token_ids: frozenset[int],
     max_model_len: int,
     running_limit: int,
+    adapter: str,
 ) -> list[Request]:
     """The scheduler's requests, each of which becomes a group; the first one's id is ``key``.
 
@@ -444,13 +472,22 @@ def _scheduler_requests(
         best_of=None if params.use_beam_search else params.best_of,
         beam_search=beams,
         priority=request.priority,
-        extra_keys=() if request.cache_salt is None else (request.cache_salt,),
+        extra_keys=_extra_keys(request, adapter),
         reads_prefix_cache=not _scores_prompt(request),
         client=request.client,
+        adapter=adapter,
     )
     # A group above the running limit would wait until temperature or an order raise it.
     # Samples that are compared in the end (best_of, beams) must stay in one group.
     return [group] if params.needs_ranking else _split_samples(group, max(1, running_limit))
+
+
+def _extra_keys(request: EngineRequest, adapter: str) -> tuple[str | None, ...]:
+    """What requests that share prefixes have in common. No salt can look like an adapter's."""
+    salt = request.cache_salt
+    if adapter:
+        return (salt, adapter)
+    return () if salt is None else (salt,)
 
 
 def _split_samples(request: Request, max_group_size: int) -> list[Request]:

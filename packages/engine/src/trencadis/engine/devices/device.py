@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from trencadis.engine.devices.kernel_trial import KernelTrial
+from trencadis.engine.models.adapter_layers import AdapterKernel
 from trencadis.engine.models.block_attention import BlockAttention
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.loader import ModelSpec
@@ -174,6 +175,14 @@ class Device(abc.ABC):
 
     def optimize(self, model: nn.Module) -> None:  # noqa: B027 - a device may have nothing to do
         """Change a loaded model in place for speed: weight layouts, fused kernels."""
+
+    def adapter_kernel(self, dtype: torch.dtype) -> AdapterKernel | None:
+        """What computes adapters of this dtype without one product for all slots; None: nothing.
+
+        Only on a device whose tensors are in host memory, for layers that are not compiled.
+        """
+        del dtype
+        return None
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """A copy of ``host`` on the device, or ``host`` itself where memory is shared.

@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from typing_extensions import Unpack, assert_never
 
-from trencadis.engine.api.inspection import EngineInspection
+from trencadis.engine.api.inspection import AdapterInfo, EngineInspection
 from trencadis.engine.api.outputs import CompletionDelta, EngineStats
 from trencadis.engine.api.requests import (
     EngineRequest,
     PoolingRequest,
     RequestFields,
+    check_adapter_name,
     check_is_request,
     check_request_id,
 )
@@ -36,6 +38,7 @@ from trencadis.engine.errors import (
     SwitchInProgressError,
     shown,
 )
+from trencadis.engine.front.adapter_calls import AdapterCalls, error_of
 from trencadis.engine.front.bad_words import with_bad_tokens
 from trencadis.engine.front.core_supervisor import CoreClient, CoreSupervisor
 from trencadis.engine.front.grammar_checks import GrammarChecks
@@ -44,6 +47,7 @@ from trencadis.engine.front.open_requests import OpenRequests
 from trencadis.engine.front.pooled_results import Embedding, Score, check_pooling, check_scoring
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.ipc.messages import (
+    AdaptersChanged,
     Busy,
     Control,
     Controlled,
@@ -67,7 +71,7 @@ from trencadis.engine.ipc.messages import (
 )
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import items_of
+from trencadis.engine.validators import is_text, items_of
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
@@ -98,6 +102,10 @@ class EngineFront:
         self._requests = OpenRequests(self._core, self._numbers)
         self._changes = ModelChanges(self._core, self._requests, self._numbers, self._use_tokenizer)
         self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._adapters = AdapterCalls(self._core, self._ask)
+        self._restoring: asyncio.Task[None] | None = None
+        self._lost_adapters = False
+        """Whether the core is another one, which may lack adapters."""
         self._grammars = GrammarChecks(tokenizer.to_json)
         self._loop = asyncio.get_running_loop()
         reading = self._core.run(self._handle, self._end_all)
@@ -347,6 +355,35 @@ class EngineFront:
         inspection: EngineInspection = await self._ask(Inspect)
         return inspection
 
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The adapters that requests may name."""
+        return self._adapters.served
+
+    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load the adapter in the directory ``path``, for requests with ``lora=name``.
+
+        Raises `AdapterError` for a name that is taken or an adapter that cannot be served,
+        `InvalidRequest` for other values, and the errors of `check_health`.
+        """
+        await self.check_health()
+        check_adapter_name(name, "lora_name")
+        path = os.fspath(path) if isinstance(path, os.PathLike) else path
+        if not is_text(path) or not path:
+            raise InvalidRequest(
+                f"lora_path must be the directory of an adapter, got {shown(path)}", "lora_path"
+            )
+        await self._adapters.load(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter: new requests may not name it, those that were added go on with it.
+
+        Raises `AdapterError` for one that is not loaded, and the errors of `check_health`.
+        """
+        await self.check_health()
+        check_adapter_name(name, "lora_name")
+        await self._adapters.unload(name)
+
     async def _ask(self, message: Callable[[int], ToCore]) -> Any:
         """Send a numbered message and wait for its answer."""
         number = next(self._numbers)
@@ -390,6 +427,9 @@ class EngineFront:
 
     async def _handle(self, message: FromCore) -> None:
         """Pass a message of the core to the request or the call that it belongs to."""
+        if self._lost_adapters:
+            self._lost_adapters = False
+            self._restoring = asyncio.create_task(self._adapters.restore())
         if isinstance(message, StepDone):
             await self._requests.deliver(message)
         elif isinstance(message, Rejected):
@@ -399,6 +439,11 @@ class EngineFront:
             self._requests.end_with(message.key, kind(message.message))
         elif isinstance(message, (Reconfigured, ReconfigureFailed, ModelChecked, Slept)):
             self._changes.answer(message)
+            self._lost_adapters = isinstance(message, Reconfigured)
+        elif isinstance(message, AdaptersChanged):
+            if not message.error:
+                self._adapters.note(message)
+            self._answer(message)
         elif isinstance(message, Controlled):
             self._changes.refuse(message.number, InvalidRequest(message.message))
             self._answer(message)
@@ -409,12 +454,17 @@ class EngineFront:
         elif not isinstance(message, (Failed, Ready)):
             assert_never(message)
 
-    def _answer(self, message: Controlled | Preempted | Inspected) -> None:
+    def _answer(self, message: Controlled | Preempted | Inspected | AdaptersChanged) -> None:
         answer = self._answers.get(message.number)
         if answer is None or answer.done():
             return  # its caller has stopped waiting
         if isinstance(message, Preempted):
             answer.set_result(message.keys)
+        elif isinstance(message, AdaptersChanged):
+            if message.error:
+                answer.set_exception(error_of(message))
+            else:
+                answer.set_result(message.adapters)
         elif isinstance(message, Inspected):
             if message.inspection is not None:
                 answer.set_result(message.inspection)
@@ -435,6 +485,7 @@ class EngineFront:
 
         Parked requests are kept by the front, so they end only where no core follows.
         """
+        self._lost_adapters = True
         if self._core.failure is not None:
             self._requests.end_parked(error)
         self._requests.end_all(error)

@@ -205,6 +205,19 @@ class LLM:
         running = self.core.abort_and_swap(wanted)
         return tuple(number for number, key in numbers.items() if key in running)
 
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load the adapter in the directory ``path``, for calls with ``lora=name``.
+
+        Raises `AdapterError` for a name that is taken, or an adapter that cannot be served.
+        """
+        with self._alone("load_adapter"):
+            self.core.load_adapter(name, os.fspath(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Raises `AdapterError` for one that is not loaded."""
+        with self._alone("unload_adapter"):
+            self.core.unload_adapter(name)
+
     @contextmanager
     def _alone(self, call: str) -> Iterator[None]:
         """One call after the other. Raises `InvalidRequest` for one from inside another."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from trencadis.engine.api.inspection import EngineInspection
+from trencadis.engine.api.inspection import AdapterInfo, EngineInspection
 from trencadis.engine.api.outputs import (
     EngineStats,
     FinishReason,
@@ -89,6 +89,21 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load the adapter in the directory ``path``. The core answers with `AdaptersChanged`."""
+
+    number: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Unload an adapter. The core answers with `AdaptersChanged`."""
+
+    number: int
+    name: str
+
+
 class Reconfigure(msgspec.Struct, frozen=True, tag=True):
     """Serve another model. ``config`` is that of `config_payload`.
 
@@ -129,7 +144,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The core has warmed up and accepts requests.
 
     ``embedding_size``: numbers of an embedding; 0 for a core without. ``scoring``: of a core that
-    scores pairs. ``text_prompts``: those of a core that embeds.
+    scores pairs. ``text_prompts``: those of a core that embeds. ``adapters``: those that requests
+    may name.
     """
 
     max_model_len: int
@@ -142,6 +158,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     embedding_size: int = 0
     scoring: Scoring | None = None
     text_prompts: TextPrompts = msgspec.field(default_factory=TextPrompts)
+    adapters: tuple[AdapterInfo, ...] = ()
 
 
 class Reconfigured(msgspec.Struct, frozen=True, tag=True):
@@ -257,6 +274,15 @@ class Inspected(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
+class AdaptersChanged(msgspec.Struct, frozen=True, tag=True):
+    """The adapters that requests may name after a change, or ``error``: why it was rejected."""
+
+    number: int
+    adapters: tuple[AdapterInfo, ...] = ()
+    error: str = ""
+    field: str | None = None
+
+
 class Controlled(msgspec.Struct, frozen=True, tag=True):
     """The result of an order, or, where ``result`` is None, why the order was rejected."""
 
@@ -293,6 +319,8 @@ ToCore = (
     | Control
     | Preempt
     | Inspect
+    | LoadAdapter
+    | UnloadAdapter
     | CheckModel
     | Reconfigure
     | Sleep
@@ -311,6 +339,7 @@ FromCore = (
     | Controlled
     | Preempted
     | Inspected
+    | AdaptersChanged
     | Busy
     | StepDone
 )

@@ -49,12 +49,14 @@ class PagedContext:
     ``attention`` is the device's attention backend; None: that of the CPU. ``layer_run`` computes
     the decoder layers in place of the model's own code; None for eager. ``positions``: ``[T]``,
     that of each token in its sequence, 0 for padding; None where no layer needs it.
+    ``adapter_rows``: see `AdapterLayers.rows_of`; None where no token has an adapter.
     """
 
     cache: LayerCaches
     attention: Attention | None
     layer_run: LayerRun | None
     positions: torch.Tensor | None
+    adapter_rows: torch.Tensor | None
 
 
 class Attention(Protocol):
@@ -119,6 +121,7 @@ class PromptContext(PagedContext):
     layer_run: LayerRun | None = None
     attention: Attention | None = None
     positions: torch.Tensor | None = None
+    adapter_rows: torch.Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -155,6 +158,7 @@ class RaggedContext(PagedContext):
     layer_run: LayerRun | None = None
     attention: Attention | None = None
     positions: torch.Tensor | None = None
+    adapter_rows: torch.Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -187,6 +191,7 @@ class DecodeContext(PagedContext):
     layer_run: LayerRun | None = None
     attention: Attention | None = None
     positions: torch.Tensor | None = None
+    adapter_rows: torch.Tensor | None = None
     starts: torch.Tensor | None = None
     shared_starts: torch.Tensor | None = None
     narrowed: dict[tuple[int | None, int | None], DecodeContext] | None = None
@@ -251,6 +256,7 @@ class MixedContext(PagedContext):
     layer_run: LayerRun | None = None
     attention: Attention | None = None
     positions: torch.Tensor | None = None
+    adapter_rows: torch.Tensor | None = None
 
 
 def is_operator(paged: PagedContext | None) -> bool:

@@ -19,6 +19,7 @@ from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.model_input import (
     ModelInput,
     Upload,
+    adapter_slots,
     build_decode,
     build_mixed,
     build_prompt,
@@ -89,6 +90,7 @@ class BatchBuilder:
         self.padded_tokens = 0
         self.traffic: TrafficLog | None = None
         self._slots: dict[int, int] = {}
+        self._adapter_slots: Mapping[str, int] = {}
         self._sampled_ids: torch.Tensor | None = None
         self._forward_runner = forward_runner
         self._sampler = sampler
@@ -114,6 +116,7 @@ class BatchBuilder:
 
         Its rows get slots of their own.
         """
+        self._adapter_slots = step.adapter_slots
         self._sampled_ids = self._sampler.sampled_ids
         if self._sampled_ids is None:
             return step
@@ -207,7 +210,7 @@ class BatchBuilder:
         requests = [rows.get(chunk.seq_id) for chunk in chunks]
         words = self.words(chunks, requests, shape.batch)
         packed = build_prompt(chunks, shape, self._cache, self._upload, words)
-        return (Batch(chunks, requests, packed),)
+        return (self._batch(chunks, requests, packed),)
 
     def _prompt_shape(self, chunks: Scheduled) -> PromptShape | RaggedShape:
         """The padded shape of a prefill batch, which is recorded."""
@@ -250,7 +253,7 @@ class BatchBuilder:
         words = self.words(scheduled, requests, shape.batch)
         cache, upload, ids = self._cache, self._upload, self._sampled_ids
         packed = build_mixed(decodes, layout, chunks, shape, cache, upload, words, ids)
-        return Batch(scheduled, requests, packed)
+        return self._batch(scheduled, requests, packed)
 
     def decode_batches(self, decodes: Scheduled, rows: Rows) -> Iterator[Batch]:
         """One batch; several where the sequences have more blocks to gather than the bucket."""
@@ -285,7 +288,25 @@ class BatchBuilder:
         words = self.words(decodes, requests, shape.batch)
         cache, upload, ids = self._cache, self._upload, self._sampled_ids
         packed = build_decode(decodes, layout, shape, cache, upload, words, ids)
-        return Batch(decodes, requests, packed)
+        return self._batch(decodes, requests, packed)
+
+    def _batch(
+        self, sequences: Scheduled, requests: Sequence[RowRequest | None], packed: ModelInput
+    ) -> Batch:
+        return Batch(sequences, requests, self._with_adapters(packed, sequences))
+
+    def _with_adapters(self, packed: ModelInput, sequences: Scheduled) -> ModelInput:
+        """A batch with the slots of its tokens' adapters.
+
+        Where none has an adapter these are left out, and so is all that computes them; but where
+        shapes are warmed up, each of them would be two.
+        """
+        has_some = any(sequence.adapter for sequence in sequences)
+        is_uniform = self._forward_runner.adapters is not None and self._forward_runner.needs_warmup
+        if not (has_some or is_uniform):
+            return packed
+        slots = adapter_slots(sequences, packed.shape, self._adapter_slots)
+        return attrs.evolve(packed, adapter_slots=self._upload(torch.from_numpy(slots)))
 
     def _is_better_divided(self, decodes: Scheduled, size: tuple[int, int]) -> bool:
         """Whether no bucket has as many (block, sequence) pairs as this batch.
@@ -346,10 +367,11 @@ class BatchBuilder:
         cache, upload = self._cache, self._upload
         words = self._sampler.words((), shape.batch)
         if isinstance(shape, PromptShape | RaggedShape):
-            return build_prompt((), shape, cache, upload, words)
+            return self._with_adapters(build_prompt((), shape, cache, upload, words), ())
         layout = lay_out_decodes((), shape.blocks, cache.block_size, shape.shared)
         ids = self._sampler.sampled_ids
-        return build_decode((), layout, shape, cache, upload, words, ids)
+        packed = build_decode((), layout, shape, cache, upload, words, ids)
+        return self._with_adapters(packed, ())
 
     def smallest_dummy(self) -> ModelInput:
         """The dummy batch of the smallest decode bucket."""

@@ -14,6 +14,7 @@ import attrs
 from trencadis.bucketing import Bucket
 from trencadis.engine.api.inspection import GridUsage
 from trencadis.engine.models.loader import ModelSpec
+from trencadis.engine.runner.adapter_store import LoadedAdapter
 from trencadis.engine.runner.limits import ServingLimits
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.step import PendingStep, StepInput
@@ -110,6 +111,17 @@ class Executor(Protocol):
 
     def advance_warm_up(self, *, idle: bool) -> None:
         """Warm up the next bucket in the background; ``idle``: no step waits for it."""
+
+    # Adapters of the model.
+
+    def load_adapter(self, path: str) -> LoadedAdapter:
+        """Read the adapter in the directory ``path`` into host memory. Raises `AdapterError`."""
+
+    def holds_adapter(self, digest: str) -> bool:
+        """Whether an adapter of this content is in host memory."""
+
+    def drop_adapter(self, digest: str) -> None:
+        """Free the host memory of an adapter, which no later step names."""
 
     # Steps.
 

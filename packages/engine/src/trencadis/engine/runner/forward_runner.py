@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from trencadis.engine.devices import Device, Graph
 from trencadis.engine.errors import BucketMiss, CompileError
+from trencadis.engine.models.adapter_layers import AdapterLayers
 from trencadis.engine.models.compiled_forward import CompiledForward, OwnTensors
 from trencadis.engine.models.decoder_layers import (
     DecoderLayers,
@@ -85,7 +86,10 @@ class ForwardRunner:
         programs: KeptPrograms | None = None,
         *,
         compiled: bool = False,
+        adapters: AdapterLayers | None = None,
     ) -> None:
+        self.adapters = adapters
+        """Those of the model, where it has slots for adapters."""
         self.compile_cold = False
         self.refuse_cold = False
         self.on_cold: Callable[[object], None] = lambda shape: None
@@ -232,7 +236,7 @@ class ForwardRunner:
     def discard_model(self) -> None:
         """Release the model too. The counters stay; nothing runs any more."""
         self.release_all()
-        self._model = nn.Module()
+        self._model, self.adapters = nn.Module(), None
 
     def release_all(self) -> None:
         """Release graphs, what is held of weights and cache, and programs that hold either."""
@@ -378,12 +382,16 @@ class ForwardRunner:
         ``model`` is called in place of the model itself, with the same arguments.
         """
         tensors = batch.unpack()
+        paged = self._device.attention.prepare(tensors.paged, self._dtype)
+        if self.adapters is not None and tensors.adapter_slots is not None:
+            rows = self.adapters.rows_of(tensors.adapter_slots)
+            paged = attrs.evolve(paged, adapter_rows=rows)
         out = (model or self._model)(
             input_ids=tensors.token_ids,
             position_ids=tensors.position_ids,
             use_cache=False,
             logits_to_keep=tensors.logit_rows,
-            paged=self._device.attention.prepare(tensors.paged, self._dtype),
+            paged=paged,
         )
         logits: torch.Tensor = out.logits[0].float()
         hidden = take_last_hidden()

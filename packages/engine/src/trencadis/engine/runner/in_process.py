@@ -14,6 +14,7 @@ from trencadis.engine.api.inspection import GridUsage
 from trencadis.engine.devices import select_device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.rank_part import RankPart
+from trencadis.engine.runner.adapter_store import AdapterStore, LoadedAdapter
 from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
 from trencadis.engine.runner.kept_programs import ProgramStore
 from trencadis.engine.runner.step import PendingStep, StepInput
@@ -146,6 +147,17 @@ class InProcessExecutor:
         if self.worker.background is not None and not self.worker.is_asleep:
             self.worker.background.advance(idle=idle)
 
+    # Adapters of the model.
+
+    def load_adapter(self, path: str) -> LoadedAdapter:
+        return self.worker.adapters.load(path)
+
+    def holds_adapter(self, digest: str) -> bool:
+        return digest in self.worker.adapters
+
+    def drop_adapter(self, digest: str) -> None:
+        self.worker.adapters.drop(digest)
+
     # Steps.
 
     def execute(self, step: StepInput) -> PendingStep:
@@ -224,7 +236,7 @@ class InProcessExecutor:
     def wake(self, stop: Callable[[], bool] = lambda: False) -> ModelFacts:
         worker = self.worker
         if worker.is_discarded:
-            worker = self._loaded(worker.config)
+            worker = self._loaded(worker.config, worker.adapters)
             worker.initialise_cache()
         elif worker.is_asleep:
             worker.wake()
@@ -236,7 +248,7 @@ class InProcessExecutor:
     def close(self) -> None:
         self.worker.close()
 
-    def _loaded(self, config: EngineConfig) -> Worker:
+    def _loaded(self, config: EngineConfig, adapters: AdapterStore | None = None) -> Worker:
         worker = Worker(
             config,
             self.device,
@@ -244,6 +256,7 @@ class InProcessExecutor:
             programs=self.programs,
             records=self._records,
             part=self._part,
+            adapters=adapters,
         )
         worker.load()
         return worker

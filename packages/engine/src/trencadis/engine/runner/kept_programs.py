@@ -150,5 +150,7 @@ def structure_of(model: nn.Module) -> Hashable:
 
 
 def _settings_of_programs(config: EngineConfig) -> EngineConfig:
-    """The settings, without those that name a model."""
-    return attrs.evolve(config, model="-", served_model_name=None, chat_template=None)
+    """The settings, without those that name a model and its adapters."""
+    return attrs.evolve(
+        config, model="-", served_model_name=None, chat_template=None, lora_modules={}
+    )

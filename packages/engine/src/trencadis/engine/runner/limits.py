@@ -69,6 +69,7 @@ class ServingLimits:
         max_chunk_tokens: int | None,
         policy: SchedulingPolicy = "fcfs",
         num_output_tokens: int = 1,
+        max_adapters: int | None = None,
     ) -> SchedulerConfig:
         """The scheduler's settings.
 
@@ -85,6 +86,7 @@ class ServingLimits:
             max_waiting=max_waiting,
             max_steps_in_flight=self.max_steps_in_flight,
             policy=policy,
+            max_adapters=max_adapters,
         )
 
 

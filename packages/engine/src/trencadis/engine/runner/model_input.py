@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -48,19 +48,23 @@ the square of a long prompt: 17 GB for 131,072 tokens."""
 Upload = Callable[[torch.Tensor], torch.Tensor]
 """`Device.upload`."""
 
+_INPUTS = ("packed", "sampled_ids", "adapter_slots")
+"""The tensors of a `ModelInput` that differ between two batches of a shape."""
+
 
 @attrs.frozen(eq=False)
 class ModelTensors:
     """The input of one forward pass: token ids ``[1, T]``, position ids ``[1, T]``, logit rows.
 
     ``logit_rows`` has one entry per row of the padded batch: the index of the token whose logits
-    are computed.
+    are computed. ``adapter_slots``: ``[T]``, see `ModelInput`.
     """
 
     token_ids: torch.Tensor
     position_ids: torch.Tensor
     logit_rows: torch.Tensor
     paged: PagedContext
+    adapter_slots: torch.Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -69,7 +73,8 @@ class ModelInput:
 
     ``packed`` is int32: the sections of the batch's shape one after another, then
     ``num_sampler_words`` for each row of the batch, which the sampler reads. A token id -n of a
-    decode stands for that in slot n of ``sampled_ids``, see `Sampler`.
+    decode stands for that in slot n of ``sampled_ids``, see `Sampler`. ``adapter_slots``: int32
+    ``[T]``, the slot of each token's adapter, 0 for none; None where no token has one.
     """
 
     shape: ForwardShape
@@ -78,16 +83,19 @@ class ModelInput:
     num_sampler_words: int = 0
     layer_run: LayerRun | None = None
     sampled_ids: torch.Tensor | None = None
+    adapter_slots: torch.Tensor | None = None
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """The tensors that differ between two batches of the shape."""
-        return (self.packed,) if self.sampled_ids is None else (self.packed, self.sampled_ids)
+        given = (getattr(self, name) for name in _INPUTS)
+        return tuple(tensor for tensor in given if tensor is not None)
 
-    def with_inputs(self, packed: torch.Tensor, *sampled_ids: torch.Tensor) -> ModelInput:
+    def with_inputs(self, *inputs: torch.Tensor) -> ModelInput:
         """A batch of the same shape with other `inputs`."""
-        (ids,) = sampled_ids or (None,)
-        return attrs.evolve(self, packed=packed, sampled_ids=ids)
+        names = (name for name in _INPUTS if getattr(self, name) is not None)
+        changes: dict[str, Any] = dict(zip(names, inputs, strict=True))
+        return attrs.evolve(self, **changes)
 
     def unpack(self) -> ModelTensors:
         """The tensors of the forward pass, int64: views of a converted ``packed``."""
@@ -106,7 +114,11 @@ class ModelInput:
         if self.layer_run is not None:
             context = attrs.evolve(context, layer_run=self.layer_run)
         return ModelTensors(
-            token_ids.view(1, -1), views["position_ids"].view(1, -1), views["logit_rows"], context
+            token_ids.view(1, -1),
+            views["position_ids"].view(1, -1),
+            views["logit_rows"],
+            context,
+            self.adapter_slots,
         )
 
     def sampler_words(self) -> torch.Tensor:
@@ -161,6 +173,22 @@ def first_rows(sequences: Sequence[ScheduledSequence], shape: ForwardShape) -> d
             padding = shape.decode.num_tokens - num_decodes
             starts = [start + padding * (i >= num_decodes) for i, start in enumerate(starts)]
     return {sequence.seq_id: start for sequence, start in zip(sequences, starts, strict=False)}
+
+
+def adapter_slots(
+    sequences: Sequence[ScheduledSequence], shape: ForwardShape, slots: Mapping[str, int]
+) -> IntArray:
+    """int32 ``[T]``: the slot of each token's adapter in a batch of this shape, 0 for none.
+
+    ``slots``: of the adapters of the step.
+    """
+    of_tokens = np.zeros(shape.num_tokens, np.int32)
+    starts = first_rows(sequences, shape)
+    for sequence in sequences:
+        if sequence.adapter:
+            start = starts[sequence.seq_id]
+            of_tokens[start : start + len(sequence.token_ids)] = slots[sequence.adapter]
+    return of_tokens
 
 
 def _fill_ragged(

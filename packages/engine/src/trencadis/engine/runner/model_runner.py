@@ -19,6 +19,7 @@ from trencadis.bucketing import Bucket
 from trencadis.engine.api.outputs import PositionLogprobs
 from trencadis.engine.devices import Device, PendingCopy
 from trencadis.engine.errors import BucketMiss, ModelError
+from trencadis.engine.runner.adapter_store import AdapterStore
 from trencadis.engine.runner.batch_builder import Batch, BatchBuilder, Rows, Scheduled
 from trencadis.engine.runner.block_moves import copy_blocks
 from trencadis.engine.runner.bucket_choice import BucketChoice
@@ -151,8 +152,8 @@ class ModelRunner:
 
     ``read`` says how decode reads the cache, as the decode grid assumes it. Without ``grids``,
     batches are not padded. ``scorer``: None for a model that does not generate.
-    ``divides_failed_batches``: see `run`; otherwise an error of a forward pass is that of the step,
-    except `BucketMiss`.
+    ``adapters``: those that steps name. ``divides_failed_batches``: see `run`; otherwise an error
+    of a forward pass is that of the step, except `BucketMiss`.
     ``device_is_idle``: nothing runs that the host has not waited for. ``last_step``: the number of
     the last one with forward passes.
     """
@@ -168,7 +169,9 @@ class ModelRunner:
         scorer: PromptScorer | None = None,
         *,
         divides_failed_batches: bool = True,
+        adapters: AdapterStore | None = None,
     ) -> None:
+        self._adapters = adapters
         self.forward_runner = forward_runner
         self._divides_failed_batches = divides_failed_batches
         self.buckets = BucketChoice(forward_runner, cache, grids, read)
@@ -205,6 +208,8 @@ class ModelRunner:
         if step.moves:
             with self.forward_runner.count_compilations("block copy"):
                 pending.swap_s = copy_blocks(step.moves, self._cache, self._device)
+        if step.adapter_slots and self._adapters is not None:
+            self._adapters.place(step.adapter_slots)
         if step.decodes or step.prompts:
             self.last_step, self.device_is_idle = step.number, self._device.shares_host_memory
             self._run_forward_passes(pending)

@@ -145,7 +145,8 @@ class StepInput:
 
     ``rows``: what is sampled, by sequence id; a sequence without an entry samples nothing.
     ``targets``: the prompt tokens to score, by sequence id. Block tables and histories are the
-    core's own, and valid until the core applies the step's result.
+    core's own, and valid until the core applies the step's result. ``adapter_slots``: the slot of
+    each adapter that a scheduled sequence has, by digest; the executor copies it there first.
     """
 
     number: int
@@ -154,6 +155,7 @@ class StepInput:
     moves: CopyPlan
     rows: Mapping[int, RowRequest]
     targets: Mapping[int, PromptTargets] = attrs.field(factory=dict)
+    adapter_slots: Mapping[str, int] = attrs.field(factory=dict)
 
 
 @attrs.frozen(eq=False, kw_only=True)

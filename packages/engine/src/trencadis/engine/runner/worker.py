@@ -19,6 +19,7 @@ from torch import nn
 from trencadis.bucketing import Bucket
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.models.adapter_layers import AdapterLayers
 from trencadis.engine.models.declared_modules import read_pooling
 from trencadis.engine.models.layer_reading import check_layers
 from trencadis.engine.models.loader import (
@@ -38,6 +39,7 @@ from trencadis.engine.models.rank_loading import DividedModel, divide
 from trencadis.engine.models.rank_modules import least_over_ranks
 from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.models.rounded_weights import ROUNDED_FORMATS, round_weights
+from trencadis.engine.runner.adapter_store import AdapterStore
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.block_moves import warm_up_copies
 from trencadis.engine.runner.cache_sizing import CacheSizing
@@ -83,7 +85,7 @@ class Worker:
     ``on_cold``: as `ForwardRunner`. ``programs``: those of models that were served before.
     ``records``: whether it serves traffic, which is recorded where the settings say so; a warm-up
     alone writes no file of traffic. ``part``: that of a rank of several, which do all of this
-    together.
+    together. ``adapters``: those that an earlier worker of this model has read.
     Each of the methods raises `ModelError` or `ConfigError` when the model cannot be served under
     ``config``.
     """
@@ -107,8 +109,10 @@ class Worker:
         programs: ProgramStore | None = None,
         records: bool = True,
         part: RankPart | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.config = config
+        self.adapters = AdapterStore(config.max_cpu_loras, adapters)
         self.device = device
         self._program_store = ProgramStore() if programs is None else programs
         self._on_cold = on_cold
@@ -127,6 +131,7 @@ class Worker:
         check_weight_files(self.spec)
         self._check_weights()
         self._check_policy_of_misses()
+        self._check_adapters()
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
         self._sizing = CacheSizing(
             config,
@@ -158,6 +163,8 @@ class Worker:
         if self.config.quantization != "none":
             round_weights(self._model, self.config.quantization)
         self.device.optimize(self._model)
+        if self.config.enable_lora:
+            self.adapters.layers = self._make_slots()
         self.device.mark_step()  # a lazy device compiles apart what follows, as after a sleep
         self._attention = self.device.attention
         if not self.spec.is_pooling:
@@ -169,6 +176,25 @@ class Worker:
         self._programs = KeptPrograms()
         if self._programs_outlive:
             self._programs = self._program_store.of(self._model, self.config)
+
+    def _make_slots(self) -> AdapterLayers:
+        """Slots for adapters in the model's layers. Raises `ConfigError` for a model without."""
+        config, device = self.config, self.device
+        layers = AdapterLayers(
+            self._model,
+            config.max_loras,
+            config.max_lora_rank,
+            device.upload,
+            device.mark_step,
+            device.adapter_kernel(self.dtype),
+        )
+        if not layers.shapes:
+            raise ConfigError(
+                f"{self.spec.source} has no linear layers in decoder layers, which adapters could "
+                "change: leave enable_lora out",
+                "enable_lora",
+            )
+        return layers
 
     def _announce_pooling(self) -> None:
         logger.info("Embeddings are pooled from %s, and normalised", read_pooling(self.spec.source))
@@ -192,7 +218,12 @@ class Worker:
             self.grids = self._programs.grids or self._choice.choose(self.limits, prompts)
         self._programs.grids = self.grids
         forward_runner = ForwardRunner(
-            self._model, device, self.cache, self._programs, compiled=compiled
+            self._model,
+            device,
+            self.cache,
+            self._programs,
+            compiled=compiled,
+            adapters=self.adapters.layers,
         )
         forward_runner.on_cold = self._on_cold
         self._sampler = self._make_sampler(compiled)
@@ -206,6 +237,7 @@ class Worker:
             self._make_scorer(compiled),
             # Another rank would wait for the collective calls of the whole batch.
             divides_failed_batches=self._divided is None,
+            adapters=self.adapters,
         )
         self._traffic_log = self._choice.traffic_log(self.grids) if self._records else None
         self._set_policy_of_misses(forward_runner)
@@ -300,6 +332,8 @@ class Worker:
         compute NaN.
         """
         report = None
+        if self.adapters.layers is not None:
+            self.adapters.layers.warm_up()
         if self._programs.is_complete:
             logger.info("Skipping warmup: the programs were compiled for an earlier model")
         elif self.grids is not None and self.config.warmup == "full":
@@ -369,6 +403,13 @@ class Worker:
                 f"weights of {form} are not computed on {self.device.name}: serve bf16, or on "
                 "another device",
                 "quantization",
+            )
+
+    def _check_adapters(self) -> None:
+        if self.config.enable_lora and self.config.compile and self.device.attention.as_operator:
+            raise ConfigError(
+                f"enable_lora does not work with compile on {self.device.name} yet: leave one out",
+                "enable_lora",
             )
 
     def _check_policy_of_misses(self) -> None:
@@ -441,7 +482,7 @@ class Worker:
         self.is_discarded = True
         self._release_cache()
         self.runner.forward_runner.discard_model()
-        self.runner.scorer = None
+        self.runner.scorer = self.adapters.layers = None
         self._model = nn.Module()
         self.device.synchronize()
 

@@ -22,6 +22,7 @@ MAX_BLOCK_SIZE = 1 << 16
 
 MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
 FAULTS = "faults"
+LORA = "adapters"
 """Groups of flags in ``--help``."""
 
 

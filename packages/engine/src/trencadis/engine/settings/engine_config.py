@@ -19,6 +19,7 @@ from trencadis.engine.settings.capacity_settings import (
     FAULTS,
     HEAT,
     INT32_MAX,
+    LORA,
     MAX_BYTES,
     MEMORY,
     MODEL,
@@ -148,6 +149,43 @@ def _check_names(_: object, attribute: attrs.Attribute[Any], value: object) -> N
         )
 
 
+def parse_module(text: str) -> tuple[str, str]:
+    """Name and directory of ``NAME=DIRECTORY``. Raises `ValueError`."""
+    name, sign, directory = text.partition("=")
+    if not (sign and name and directory):
+        raise ValueError(f"{text!r} is not NAME=DIRECTORY")
+    return name, directory
+
+
+def _is_pair_of_texts(value: Any) -> bool:
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    return is_pair and all(isinstance(each, str) for each in value)
+
+
+def _modules(value: Any) -> Any:
+    """Pairs of names and directories, as flags give them, as a mapping."""
+    if not isinstance(value, tuple) or not all(map(_is_pair_of_texts, value)):
+        return value
+    names = [name for name, _ in value]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ConfigError(
+            f"lora_modules names {shown(repeated)} twice: give each adapter a name of its own",
+            "lora_modules",
+        )
+    return dict(value)
+
+
+def _check_modules(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    texts = [each for item in value.items() for each in item] if isinstance(value, Mapping) else [0]
+    if not all(isinstance(each, str) and each for each in texts):
+        raise ConfigError(
+            f"{attribute.name} must map names of adapters to directories, as in "
+            f"{{'sql': '/adapters/sql'}}, got {shown(value)}",
+            attribute.name,
+        )
+
+
 def _check_kv_events(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
     del attribute
     KVEventsConfig.of(value)
@@ -220,6 +258,53 @@ class EngineConfig(CapacitySettings):
         group=MODEL,
         help="rounds the bf16 weights of linear layers at load: int8, with a scale for each "
         "output, or int4, for 32 inputs, the output head by int8; not on hpu",
+    )
+    enable_lora: bool = setting_field(
+        False,
+        boolean(),
+        "--enable-lora",
+        group=LORA,
+        help="serve adapters (LoRA)",
+    )
+    lora_modules: Mapping[str, str] = attrs.field(
+        factory=dict,
+        converter=_modules,
+        validator=_check_modules,
+        metadata=setting(
+            "--lora-modules",
+            metavar="NAME=DIRECTORY",
+            group=LORA,
+            parse=parse_module,
+            repeated=True,
+            several=True,
+            help="adapters that are loaded at start",
+            default="none",
+        ),
+    )
+    max_loras: int = setting_field(
+        1,
+        integer(1, 1024),
+        "--max-loras",
+        metavar="N",
+        group=LORA,
+        help="most adapters in one step",
+    )
+    max_lora_rank: int = setting_field(
+        16,
+        integer(1, 1024),
+        "--max-lora-rank",
+        metavar="N",
+        group=LORA,
+        help="highest rank of an adapter",
+    )
+    max_cpu_loras: int | None = setting_field(
+        None,
+        integer(1, INT32_MAX, optional=True),
+        "--max-cpu-loras",
+        metavar="N",
+        group=LORA,
+        help="most adapters in host memory",
+        default="any number",
     )
     device: str | Device = setting_field(
         "auto",
@@ -512,6 +597,21 @@ class EngineConfig(CapacitySettings):
         self._check_library_settings()
         self._check_source_of_buckets()
         self._check_programs()
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        if self.enable_lora and self.runner == "pooling":
+            raise ConfigError(
+                "enable_lora does not work with the runner pooling yet: leave one out",
+                "enable_lora",
+            )
+        limit = self.max_cpu_loras
+        if limit is not None and limit < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras {limit} is below max_loras {self.max_loras}, and what has a slot "
+                "is in host memory, too: raise the first or lower the second",
+                "max_cpu_loras",
+            )
 
     def _check_library_settings(self) -> None:
         kinds = map(type, library_settings({}))

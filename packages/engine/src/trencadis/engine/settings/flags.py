@@ -45,6 +45,7 @@ def setting(
     default: str | None = None,
     parse: Parse | None = None,
     repeated: bool = False,
+    several: bool = False,
     secret: bool = False,
     negatable: bool = False,
 ) -> dict[str, Any]:
@@ -62,6 +63,7 @@ def setting(
         parse: makes the value from a text and raises `ValueError`. By default the validator says
             it: int for an integer, float for a number, otherwise the text is the value.
         repeated: the flag may be given several times; the values form a tuple.
+        several: one flag may have several of them.
         secret: the value must not show in a list of processes: the help recommends ``env``.
         negatable: the field is True, False, or None for a default that is chosen later; the flag
             has a second form, ``--no-...``.
@@ -79,6 +81,7 @@ def setting(
         "default": default,
         "parse": parse,
         "repeated": repeated,
+        "several": several,
         "secret": secret,
         "negatable": negatable,
     }
@@ -347,6 +350,8 @@ def _argument(field: Field) -> dict[str, Any]:
     if choices := _choices(field):
         return {**argument, "choices": choices}
     argument |= {"metavar": field.metadata["metavar"], "type": _argument_type(_parser_of(field))}
+    if field.metadata.get("several"):
+        return {**argument, "action": "extend", "nargs": "+"}
     return {**argument, "action": "append"} if field.metadata["repeated"] else argument
 
 

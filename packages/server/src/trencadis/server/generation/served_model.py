@@ -34,7 +34,7 @@ class ServedModel:
     ``template_arguments``: those of its chat template that a request need not send.
     ``embedding_size``: numbers of an embedding; 0 for a model that generates or scores.
     ``scoring``: how it scores pairs, where it does. ``text_prompts``: the prompts that it declares
-    for texts to embed.
+    for texts to embed. ``lora``: the adapter with which requests are computed.
     """
 
     name: str
@@ -47,6 +47,12 @@ class ServedModel:
     embedding_size: int = 0
     scoring: Scoring | None = None
     text_prompts: TextPrompts = attrs.field(factory=TextPrompts)
+    lora: str | None = None
+
+    @property
+    def shown_name(self) -> str:
+        """The name that requests and their answers have: the adapter's, if there is one."""
+        return self.name if self.lora is None else self.lora
 
     @property
     def is_pooling(self) -> bool:

@@ -16,6 +16,8 @@ from trencadis.server.http.error_response import ErrorResponse
 from trencadis.server.http.paths import (
     ADMIN_PATH,
     DASHBOARD_EVENTS_PATH,
+    LOAD_ADAPTER_PATH,
+    UNLOAD_ADAPTER_PATH,
     is_of_clients,
     is_under,
     path_of,
@@ -43,7 +45,8 @@ class AdminCalls:
     def needs_admin_key(self, scope: Scope) -> bool:
         """Whether a request is rejected without an admin key, also where there are none."""
         is_watching = self.has_admin_keys and is_under(scope, DASHBOARD_EVENTS_PATH)
-        return is_watching or is_under(scope, ADMIN_PATH)
+        is_of_adapters = path_of(scope) in (LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH)
+        return is_watching or is_of_adapters or is_under(scope, ADMIN_PATH)
 
     def is_development(self, scope: Scope) -> bool:
         """Whether a request is for a path of development mode, and the server has it."""
@@ -58,8 +61,9 @@ class BearerAuth:
     """ASGI middleware: rejects a request to a path of clients that carries no accepted key.
 
     A key is a bearer token. An API key may be in the header ``x-api-key``, as in the Anthropic API.
-    Without ``api_keys`` every client may use the model. ``/v1/admin`` accepts ``admin_keys`` only,
-    and rejects every request if there are none; if there are, ``/dashboard/events`` needs one, too.
+    Without ``api_keys`` every client may use the model. ``/v1/admin``, and the paths that load and
+    unload adapters, accept ``admin_keys`` only, and reject every request if there are none; if
+    there are, ``/dashboard/events`` needs one, too.
     An admin key is not an API key. ``/health``, ``/version`` and ``/metrics`` need no key.
     `key_name` returns the name of the API key of a request. Keys are compared as in
     `ApiKeys.accept`.

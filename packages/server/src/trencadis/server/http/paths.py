@@ -7,6 +7,9 @@ from starlette.types import Scope
 ADMIN_PATH = "/v1/admin"
 """The paths that need an admin key."""
 
+LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+"""vLLM's paths, which need an admin key here."""
+
 DASHBOARD_PATH = "/dashboard"
 """The page for administrators, and below it what the page loads."""
 

@@ -71,6 +71,17 @@ _WAITING = (
 )
 
 ENGINE_METRICS: tuple[EngineMetric, ...] = (
+    EngineMetric(
+        "gauge",
+        "vllm:lora_requests_info",
+        "Always 1. Labels: slots for adapters, and the names of those that are used or waited for.",
+        lambda s: 1 if s.max_adapters else None,
+        lambda s: {
+            "max_lora": s.max_adapters,
+            "running_lora_adapters": ",".join(s.running_adapters),
+            "waiting_lora_adapters": ",".join(s.waiting_adapters),
+        },
+    ),
     _gauge("vllm:num_requests_running", "Requests that run.", lambda s: s.num_running_reqs),
     _gauge(
         "vllm:num_requests_waiting",

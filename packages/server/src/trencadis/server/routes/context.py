@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import attrs
 
-from trencadis.engine import EngineUnresponsive, InvalidRequest, SamplingParams
-from trencadis.server.engine_protocol import ServingEngine, SleepingEngine, SwitchingEngine
+from trencadis.engine import AdapterInfo, EngineUnresponsive, InvalidRequest, SamplingParams
+from trencadis.server.engine_protocol import (
+    ServingEngine,
+    SleepingEngine,
+    SwitchingEngine,
+    adapters,
+)
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.prompts import PromptEncoder
 from trencadis.server.generation.response_store import ResponseStore
@@ -52,6 +58,15 @@ class ServingContext:
         switching = self.switching
         return (self.engine.model_name,) if switching is None else switching.aliases
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The adapters of the active model, which requests may name as a model."""
+        return adapters(self.engine)
+
+    def alias_of(self, name: str | None) -> str | None:
+        """The model that a request needs: that of an adapter, or the one that it names."""
+        return self.engine.model_name if name is not None and name in self.adapters else name
+
     async def check_health(self) -> str:
         """Raise an error of `ServingEngine.check_health` where no request can be served.
 
@@ -93,9 +108,9 @@ class ServingContext:
             raise self._unavailable("the model is being switched", "model_switching")
 
     def check_name(self, name: str | None) -> None:
-        """Raise 404 unless ``name`` is that of a configured model, or None."""
-        if name is not None and name not in self.aliases:
-            listed = ", ".join(map(repr, self.aliases))
+        """Raise 404 unless ``name`` is that of a configured model or of an adapter, or None."""
+        if name is not None and name not in self.aliases and name not in self.adapters:
+            listed = ", ".join(map(repr, (*self.aliases, *self.adapters)))
             raise ApiError(
                 404,
                 f"the model {name!r} does not exist: this server has {listed}",
@@ -104,9 +119,14 @@ class ServingContext:
             )
 
     def model_for(self, name: str | None) -> ServedModel:
-        """The model that a request names; None names the active one. Raises 404 for another."""
+        """The model that a request names, by an adapter's name with that adapter.
+
+        None names the active one. Raises 404 for another.
+        """
         self.check_name(name)
         active = self.engine.model_name
+        if name != active and name in self.adapters:
+            return attrs.evolve(self.models.current, lora=name)
         if name not in (None, active):
             raise ApiError(
                 404,
@@ -123,7 +143,7 @@ class ServingContext:
 
         Before a switch to it. None names the active one.
         """
-        switching = self.switching
+        switching, name = self.switching, self.alias_of(name)
         if switching is None:
             computes = self.models.current.is_pooling
         else:
@@ -139,7 +159,7 @@ class ServingContext:
         if switching is None or not self.settings.auto_switch:
             return self.model_for(name)
         self.check_name(name)
-        if name is None or name == self.engine.model_name:
+        if name is None or self.alias_of(name) == self.engine.model_name:
             return self.models.current
         return self.models.inactive(name, await switching.tokenizer_of(name))
 

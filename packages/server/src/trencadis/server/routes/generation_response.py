@@ -93,7 +93,7 @@ class ResponseWriter(ABC):
         """How log-probabilities write tokens."""
         if request.return_tokens_as_token_ids:
             self.token_texts = TokensAsIds(model.tokenizer)
-        self.model_name = model.name
+        self.model_name = model.shown_name
         self.id = f"{self.id_prefix}{name or uuid.uuid4().hex}"
         self.created = int(time.time())
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
@@ -274,6 +274,8 @@ async def respond(
         writer = new_writer(model, request, prompts, name)
         # Clients give several requests one name, as to the attempts of one call.
         engine_id = f"{writer.id}-{uuid.uuid4().hex[:8]}" if name else writer.id
+        fields = sender.fields.copy()
+        fields["lora"] = model.lora
         requests = []
         for number, prompt in enumerate(prompts):
             if number and number % PROMPTS_AT_ONCE == 0:
@@ -283,7 +285,7 @@ async def respond(
                 _params(request, prompt, model, sampling),
                 request_id=f"{engine_id}-{number}",
                 model=model.name,
-                **sender.fields,
+                **fields,
             )
             requests.append(engine_request)
         generate: Generate = context.engine.generate
@@ -304,6 +306,8 @@ async def respond(
         if error.field == "structured_output":  # the engine's name for several fields of the API
             field = request.structured_output_field
             raise InvalidRequest(f"{field}: {error}", field) from error
+        if error.field == "lora":  # it was unloaded since the request came
+            raise ApiError(404, str(error), param="model", code="model_not_found") from error
         raise
 
 
@@ -357,7 +361,8 @@ async def _after_switch(
     A switch that begins while the prompt is encoded rejects it before its first token, and so does
     an engine that falls asleep. Then it waits again, at its old place.
     """
-    waiting = WaitingRequest(name, client=sender.client)
+    alias = context.alias_of(name)
+    waiting = WaitingRequest(alias, client=sender.client)
     while True:
         context.metrics.num_active += 1  # a drain waits for it
         try:
@@ -365,8 +370,8 @@ async def _after_switch(
         finally:
             context.metrics.num_active -= 1
         try:
-            if name not in (None, context.engine.model_name):  # an order came between
-                raise ModelNotActiveError(f"the model {name!r} is not active any more")
+            if alias not in (None, context.engine.model_name):  # an order came between
+                raise ModelNotActiveError(f"the model {alias!r} is not active any more")
             model = context.model_for(name)
             with switcher.idle.in_use():  # also while its prompt is encoded
                 return await answer(model, sender)

@@ -32,11 +32,26 @@ def models_router(context: ServingContext) -> APIRouter:
             **vllm_fields,
         )
 
+    def adapter(name: str) -> Model:
+        """An adapter as a model, as vLLM describes it: its root is its directory."""
+        fields: dict[str, Any] = {
+            "root": context.adapters[name].path,
+            "parent": context.engine.model_name,
+            "max_model_len": context.engine.max_model_len,
+        }
+        return Model(
+            id=name, created=context.created, object="model", owned_by="trencadis", **fields
+        )
+
     @router.get("/v1/models", responses=error_responses(401))
     async def list_models() -> dict[str, Any]:
-        """The list of models. Where there are several, ``active`` marks the one that is served."""
-        models = [described(alias).model_dump(exclude_unset=True) for alias in context.aliases]
-        return {"object": "list", "data": models}
+        """The list of models, then the adapters of the one that is served.
+
+        Where there are several models, ``active`` marks that one.
+        """
+        models = [*map(described, context.aliases), *map(adapter, context.adapters)]
+        listed = [model.model_dump(exclude_unset=True) for model in models]
+        return {"object": "list", "data": listed}
 
     @router.get(
         "/v1/models/{name:path}", responses={200: {"model": Model}, **error_responses(401, 404)}
@@ -44,7 +59,8 @@ def models_router(context: ServingContext) -> APIRouter:
     async def retrieve_model(name: str) -> Response:
         """A model by its name, which may contain slashes."""
         context.check_name(name)
-        content = described(name).model_dump_json(exclude_unset=True)
+        describe = described if name in context.aliases else adapter
+        content = describe(name).model_dump_json(exclude_unset=True)
         return Response(content, media_type="application/json")
 
     return router

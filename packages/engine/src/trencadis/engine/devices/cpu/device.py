@@ -12,6 +12,7 @@ import psutil
 import torch
 from torch import fx, nn
 
+from trencadis.engine.devices.cpu.adapter_products import load_adapter_kernel
 from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel_of
 from trencadis.engine.devices.cpu.native_calls import Replayer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
@@ -30,6 +31,7 @@ from trencadis.engine.devices.cpu.tiled_linear import (
 )
 from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
+from trencadis.engine.models.adapter_layers import AdapterKernel
 from trencadis.engine.models.layer_spec import LayerSpec, spec_of
 from trencadis.engine.models.packed_weight import QuantizedLinear, WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention, LayerRun
@@ -159,6 +161,15 @@ class CPUDevice(Device):
         for weights in (*model.parameters(), *model.buffers()):
             if not weights.is_mkldnn:  # those that oneDNN has packed are in memory
                 weights.detach().flatten().view(torch.uint8)[::_PAGE_BYTES].sum()
+
+    def adapter_kernel(self, dtype: torch.dtype) -> AdapterKernel | None:
+        if dtype is not torch.bfloat16:
+            return None
+        try:
+            return load_adapter_kernel(self._kernels, trusted=self._trusted)
+        except NoKernel as error:
+            logger.info("Adapters have no kernel of their own and are slower: %s", error)
+            return None
 
     def compiler_missing(self) -> str | None:
         return cpp_compiler_missing()

@@ -59,6 +59,7 @@ class PromptRows(PagedContext):
     attention: Attention | None = None
     layer_run: LayerRun | None = None
     positions: torch.Tensor | None = None
+    adapter_rows: torch.Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -90,6 +91,7 @@ class DecodeRows(PagedContext):
     starts: torch.Tensor | None = None
     shared_starts: torch.Tensor | None = None
     queries_at: torch.Tensor | None = None
+    adapter_rows: torch.Tensor | None = None
 
 
 class RowAttention:

@@ -14,8 +14,9 @@ import attrs
 
 from trencadis.bucketing import Bucket
 from trencadis.engine.api.inspection import GridUsage
-from trencadis.engine.errors import RankError
+from trencadis.engine.errors import AdapterError, RankError
 from trencadis.engine.ipc.messages import BUSY_SECONDS
+from trencadis.engine.runner.adapter_store import LoadedAdapter
 from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
 from trencadis.engine.runner.ranks.rank_messages import StepAnswer
 from trencadis.engine.runner.ranks.rank_processes import RankProcesses
@@ -130,6 +131,16 @@ class RankExecutor:
             raise self.processes.fail("rank 0 has sent no result")
         self._counters = first.counters
         return first.result
+
+    def load_adapter(self, path: str) -> LoadedAdapter:
+        raise AdapterError(f"{path} cannot be loaded: several ranks serve no adapters yet")
+
+    def holds_adapter(self, digest: str) -> bool:
+        del digest
+        return False
+
+    def drop_adapter(self, digest: str) -> None:
+        """Ranks hold none."""
 
     def pays_to_jump(self, start: int, num_forced: int, num_seqs: int) -> bool:
         pays: bool = self._ask_first("pays_to_jump", start, num_forced, num_seqs)

@@ -1,0 +1,107 @@
+"""The adapters of a model by name, as requests name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+import attrs
+
+from trencadis.engine.api.inspection import AdapterInfo
+from trencadis.engine.errors import AdapterError, shown
+from trencadis.engine.runner.adapter_store import LoadedAdapter
+
+
+@attrs.frozen
+class NamedAdapter:
+    """An adapter under its name. ``path``: the directory from which it was read."""
+
+    name: str
+    path: str
+    loaded: LoadedAdapter
+
+    @property
+    def info(self) -> AdapterInfo:
+        """What clients are told of it."""
+        return AdapterInfo(self.name, self.path, self.loaded.rank, self.loaded.num_bytes)
+
+
+class AdapterTable:
+    """Names of adapters. Several may have the same content, which is held once.
+
+    A name that is removed leaves its content in use by the requests that had it: `unused` tells
+    what is needed no longer.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, NamedAdapter] = {}
+        self._retired: set[str] = set()
+
+    def __iter__(self) -> Iterator[NamedAdapter]:
+        return iter(tuple(self._by_name.values()))
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether the content of a removed name is still held."""
+        return bool(self._retired)
+
+    def digest_of(self, name: str | None) -> str:
+        """The content that a request with this adapter uses; empty for None.
+
+        Raises `AdapterError` for a name that is not loaded.
+        """
+        if name is None:
+            return ""
+        if name not in self._by_name:
+            listed = ", ".join(map(shown, self._by_name)) or "none"
+            raise AdapterError(
+                f"the adapter {shown(name)} is not loaded: load it, or name one of {listed}", "lora"
+            )
+        return self._by_name[name].loaded.digest
+
+    def add(self, name: str, path: str, load: Callable[[str], LoadedAdapter]) -> NamedAdapter:
+        """Add what ``load`` reads from ``path``. Raises its errors, and `AdapterError` for a name
+        that is taken."""
+        if name in self._by_name:
+            raise AdapterError(
+                f"the adapter {shown(name)} is loaded already: unload it first", "lora_name"
+            )
+        added = self._by_name[name] = NamedAdapter(name, path, load(path))
+        self._retired.discard(added.loaded.digest)
+        return added
+
+    def remove(self, name: str) -> NamedAdapter:
+        """Remove a name. Raises `AdapterError` for one that is not loaded."""
+        if name not in self._by_name:
+            raise AdapterError(f"the adapter {shown(name)} is not loaded", "lora_name")
+        removed = self._by_name.pop(name)
+        if removed.loaded.digest not in self._digests():
+            self._retired.add(removed.loaded.digest)
+        return removed
+
+    def unused(self, in_use: Collection[str]) -> list[str]:
+        """The contents without a name that no request uses, once each."""
+        unused = sorted(self._retired.difference(in_use))
+        self._retired.difference_update(unused)
+        return unused
+
+    def restore(
+        self, holds: Callable[[str], bool], load: Callable[[str], LoadedAdapter]
+    ) -> list[str]:
+        """Read again what is no longer held, as after another model was served.
+
+        A name whose files cannot be read any more is removed; returns why, a line for each.
+        """
+        self._retired.clear()
+        reasons: list[str] = []
+        for adapter in self:
+            if holds(adapter.loaded.digest):
+                continue
+            del self._by_name[adapter.name]
+            try:
+                self.add(adapter.name, adapter.path, load)
+            except AdapterError as error:
+                reasons.append(f"the adapter {shown(adapter.name)} is lost: {error}")
+        return reasons
+
+    def _digests(self) -> set[str]:
+        return {adapter.loaded.digest for adapter in self._by_name.values()}

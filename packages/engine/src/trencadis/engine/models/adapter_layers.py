@@ -1,0 +1,192 @@
+"""Linear layers that compute adapters: each has slots for the matrices of several.
+
+Letters in shapes: T tokens, S slots, R the highest rank. A slot's matrices are rows of two stacked
+ones, so that one product serves all slots: what a token has computed with the rows of other slots
+is replaced by zeros. So its result does not depend on the adapters of other tokens, shapes depend
+on none of them, and an adapter is loaded by copying. Slot 0 is that of tokens without an adapter;
+it has no rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trencadis.engine.models.adapter_files import Adapter, AdapterPair, LayerShape
+from trencadis.engine.models.decoder_layers import decoder_layers
+
+AdapterKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
+]
+"""Adds to the results of a linear layer, in place, what the adapters of its rows compute.
+
+Arguments: rows and results ``[..., inputs]`` and ``[..., outputs]``; the slots of the rows, int32
+``[T]``; the ranks of the slots from 0, int32 ``[1 + S]``; the layer's ``down`` and ``up``."""
+
+
+class _Current(threading.local):
+    """What the decoder layer that this thread computes was given."""
+
+    rows: torch.Tensor | None = None
+
+
+_CURRENT = _Current()
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer, of any kind of weight, and the matrices of adapters for it.
+
+    ``down`` and ``up`` are ``[S * R, inputs]`` and ``[S * R, outputs]``, with zeros where there is
+    no adapter, or one of a lower rank.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+    def __init__(
+        self,
+        base: Any,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: torch.Tensor,
+        kernel: AdapterKernel | None,
+    ) -> None:
+        super().__init__()
+        self._ranks, self._kernel = ranks, kernel
+        self.base = base
+        self.in_features: int = base.in_features
+        self.out_features: int = base.out_features
+        for name, width in (("down", self.in_features), ("up", self.out_features)):
+            zeros = torch.zeros(num_rows, width, dtype=dtype, device=device)
+            self.register_buffer(name, zeros, persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """That of the layer without adapters, for code of a model that asks for it."""
+        weight: torch.Tensor = self.base.weight
+        return weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """That of the layer without adapters."""
+        bias: torch.Tensor | None = self.base.bias
+        return bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(rows)
+        of_tokens = _CURRENT.rows
+        if of_tokens is None:
+            return out
+        if self._kernel is not None:
+            self._kernel(rows, out, of_tokens, self._ranks, self.down, self.up)
+            return out
+        inner = F.linear(rows, self.down)
+        # Not a product: an overflow in another slot's rows would make it NaN.
+        inner = inner.masked_fill(of_tokens.view(*inner.shape[:-1], -1), 0.0)
+        return out + inner @ self.up
+
+
+class AdapterLayers:
+    """The linear layers in the decoder layers of a model, with ``num_slots`` slots each.
+
+    Made once for a model that is loaded, it replaces these layers. ``upload``: `Device.upload`;
+    ``end_copy``: called after each copy, `Device.mark_step`. ``kernel``: `Device.adapter_kernel`.
+    ``shapes``: of the layers, by
+    their names in the model. ``max_rank``: that of a slot. ``num_loads``: adapters that were copied
+    to slots.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_slots: int,
+        max_rank: int,
+        upload: Callable[[torch.Tensor], torch.Tensor],
+        end_copy: Callable[[], None],
+        kernel: AdapterKernel | None = None,
+    ) -> None:
+        self.num_slots, self.max_rank = num_slots, max_rank
+        self._kernel = kernel
+        self._ranks = torch.zeros(1 + num_slots, dtype=torch.int32)
+        self._upload, self._end_copy = upload, end_copy
+        self.num_loads = 0
+        self.dtype = next(model.parameters()).dtype
+        self._layers: dict[str, AdaptedLinear] = {}
+        self._held: dict[int, str] = {}
+        names = {id(module): name for name, module in model.named_modules()}
+        for layer in decoder_layers(model):
+            self._replace(layer, names[id(layer)])
+            layer.register_forward_pre_hook(_note_slots, with_kwargs=True)
+        self.shapes: Mapping[str, LayerShape] = {
+            name: LayerShape(layer.in_features, layer.out_features)
+            for name, layer in self._layers.items()
+        }
+
+    def _replace(self, module: nn.Module, path: str) -> None:
+        """Replace the linear layers below a module, whose name in the model is ``path``."""
+        for name, child in list(module.named_children()):
+            place = f"{path}.{name}"
+            if not (hasattr(child, "in_features") and hasattr(child, "out_features")):
+                self._replace(child, place)
+                continue
+            device = next(iter((*child.parameters(), *child.buffers()))).device
+            num_rows = self.num_slots * self.max_rank
+            self._layers[place] = AdaptedLinear(
+                child, num_rows, self.dtype, device, self._ranks, self._kernel
+            )
+            setattr(module, name, self._layers[place])
+
+    @torch.inference_mode()
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Copy an adapter to a slot, from 1 to ``num_slots``, unless it is there already."""
+        if self._held.get(slot) == adapter.digest:
+            return
+        self._held.pop(slot, None)  # until all layers have it
+        self._copy(slot, adapter.layers)
+        self._ranks[slot] = adapter.rank
+        self._held[slot] = adapter.digest
+        self.num_loads += 1
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Copy zeros to the first slot as `put` copies an adapter, so that this is compiled."""
+        self._held.pop(1, None)
+        self._copy(1, {})
+
+    def _copy(self, slot: int, pairs: Mapping[str, AdapterPair]) -> None:
+        """Copy matrices to the rows of a slot, and zeros to the others of them.
+
+        The rows are uploaded, so that a device that compiles each operation needs one for all
+        slots.
+        """
+        rows = self._upload(torch.arange((slot - 1) * self.max_rank, slot * self.max_rank))
+        for name, layer in self._layers.items():
+            pair = pairs.get(name)
+            for place, held in enumerate((layer.down, layer.up)):
+                of_slot = torch.zeros(self.max_rank, held.shape[1], dtype=held.dtype)
+                if pair is not None:
+                    of_slot[: len(pair[place])] = pair[place]
+                held.index_copy_(0, rows, self._upload(of_slot))
+                self._end_copy()
+
+    def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """``[T, S * R]`` bool: true in the rows of slots other than that of a token.
+
+        ``slots``: int32 ``[T]``, from 0. A kernel gets them unchanged.
+        """
+        if self._kernel is not None:
+            return slots.int()
+        numbers = torch.arange(1, 1 + self.num_slots, device=slots.device)
+        is_other = slots[:, None] != numbers
+        return is_other[:, :, None].expand(-1, -1, self.max_rank).flatten(1)
+
+
+def _note_slots(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
+    """Before a decoder layer: its linear layers compute with what the forward pass has."""
+    _CURRENT.rows = arguments["paged"].adapter_rows
