@@ -85,19 +85,21 @@ def test_they_are_loaded_and_unloaded_and_survive_a_restart(
             with pytest.raises(AdapterError, match="'first' is not loaded"):
                 await engine.unload_adapter("first")
             await engine.load_adapter("third", folders["third"])
-            assert await names_of(engine) == ["second", "third"]
+            # Under the name of the settings, which a core that starts again has at first.
+            await engine.load_adapter("first", folders["third"])
+            assert await names_of(engine) == ["first", "second", "third"]
             os.kill(core_process().pid, signal.SIGKILL)
             with pytest.raises(EngineError):
                 await tokens(engine, "second")
             await engine.wait_until_recovered()
             for _ in range(600):
-                if await names_of(engine) == ["second", "third"]:
+                paths = {adapter.name: Path(adapter.path) for adapter in engine.adapters}
+                if len(paths) == 3 and paths["first"] == folders["third"]:
                     break
                 await asyncio.sleep(0.1)
-            assert await names_of(engine) == ["second", "third"]
+            assert await names_of(engine) == ["first", "second", "third"]
             assert await tokens(engine, "third") == expected["third"]
-            with pytest.raises(InvalidRequest, match="'first' is not loaded"):
-                await tokens(engine, "first")
+            assert await tokens(engine, "first") == expected["third"]
             for level in (1, 2):
                 await engine.sleep(level)
                 await engine.wake_up()

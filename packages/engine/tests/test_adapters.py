@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import Reference, save_adapter
+from model_families import save_family
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -222,6 +223,82 @@ def test_a_name_with_other_weights_shares_nothing_with_the_old_one(
     core.close()
 
 
+def test_a_resumed_request_has_the_weights_that_it_began_with(
+    tiny_model: Path, adapters: dict[str, Path]
+) -> None:
+    core = EngineCore(config(tiny_model, {}))
+    core.warm_up()
+    core.load_adapter("mine", str(adapters["adapter-0"]))
+    (first,) = (each.info.digest for each in core.adapters)
+    resumed = GenerateRequest(
+        (1, 2, 3), GREEDY, lora="mine", lora_digest=first, is_resumed=True, output_token_ids=(4,)
+    )
+    assert serve(core, {"r": resumed})["r"]
+    core.unload_adapter("mine")
+    core.load_adapter("mine", str(adapters["adapter-1"]))
+    with pytest.raises(InvalidRequest, match="'mine' has other weights than when"):
+        core.add("r", resumed)
+    core.close()
+
+
+def test_a_sample_that_ends_early_leaves_no_content_behind(
+    tiny_model: Path, adapters: dict[str, Path]
+) -> None:
+    core = EngineCore(config(tiny_model, {}))
+    core.warm_up()
+    core.load_adapter("mine", str(adapters["adapter-0"]))
+    core.add("r", GenerateRequest((1, 2, 3), GREEDY, lora="mine"))
+    core.step()
+    (digest,) = (each.loaded.digest for each in core.adapters)
+    core.unload_adapter("mine")
+    assert digest in core.executor.worker.adapters
+    core.finish("r", 0)
+    assert digest not in core.executor.worker.adapters
+    core.close()
+
+
+def test_content_that_a_model_in_the_stash_holds_is_dropped_when_it_returns(
+    tiny_model: Path,
+    adapters: dict[str, Path],
+    make_tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    first = config(tiny_model, {}, served_model_name="first")
+    second = config(make_tiny_model(tmp_path / "b"), {}, served_model_name="second")
+    core = EngineCore(first)
+    core.warm_up()
+    core.load_adapter("mine", str(adapters["adapter-0"]))
+    core.add("r", GenerateRequest((1, 2, 3), GREEDY, lora="mine"))
+    core.step()
+    (digest,) = (each.loaded.digest for each in core.adapters)
+    core.unload_adapter("mine")
+    switcher = ModelSwitcher(core)
+    for model in (second, first):
+        switcher.reconfigure_engine(config_payload(model), 1 << 30)
+    assert digest not in core.executor.worker.adapters
+    core.close()
+
+
+@pytest.mark.parametrize("family", ["Llama 4 (text)", "OLMoE", "Qwen 3"])
+def test_without_an_adapter_each_family_has_its_own_tokens(family: str, tmp_path: Path) -> None:
+    """Also where a router is a linear layer that gives more than its product."""
+    save_family(family, tmp_path)
+    prompt = (3, 1, 4, 1, 5, 9, 2, 6)
+    tokens = []
+    for enabled in (False, True):
+        settings = {"max_model_len": 32, "max_loras": 2, "max_lora_rank": 8}
+        core = EngineCore(config(tmp_path, {}, enable_lora=enabled, **settings))
+        core.warm_up()
+        tokens.append(serve(core, {"r": GenerateRequest(prompt, GREEDY)}))
+        if enabled:
+            core.load_adapter(
+                "mine", str(save_adapter(tmp_path, tmp_path / "a", targets=("q_proj",)))
+            )
+            assert serve(core, {"r": GenerateRequest(prompt, GREEDY, lora="mine")})["r"]
+        core.close()
+    assert tokens[0] == tokens[1]
+
+
 def test_what_was_added_before_an_unload_goes_on(
     tiny_model: Path, adapters: dict[str, Path], reference: Reference
 ) -> None:
@@ -425,7 +502,11 @@ def test_wrong_names_and_settings(tiny_model: Path, adapters: dict[str, Path]) -
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"enable_lora": False}, "lora_modules: this engine serves no adapters"),
+        ({"enable_lora": False}, r"lora_modules .* need enable_lora"),
+        (
+            {"max_loras": 1, "max_cpu_loras": 1, "lora_modules": {"a": "/b", "c": "/d"}},
+            "names 2 adapters, and max_cpu_loras is 1",
+        ),
         ({"runner": "pooling", "lora_modules": {}}, "runner pooling"),
         ({"max_loras": 0}, "max_loras"),
         ({"max_lora_rank": 0}, "max_lora_rank"),

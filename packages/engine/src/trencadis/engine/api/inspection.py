@@ -47,12 +47,13 @@ class GridUsage:
 @attrs.frozen
 class AdapterInfo:
     """An adapter that requests may name. ``path``: its directory; ``num_bytes``: of its matrices in
-    host memory."""
+    host memory; ``digest``: of its content."""
 
     name: str
     path: str
     rank: int
     num_bytes: int
+    digest: str = ""
 
 
 @attrs.frozen

@@ -106,6 +106,7 @@ class PromptRequest:
     - ``model``: the model whose tokenizer made the prompt: the request is rejected where another
       one is active. None: it is for whichever is active.
     - ``lora``: the name of the adapter that it is computed with; None: the model's own weights.
+    - ``lora_digest``: where it is resumed, the content of the adapter that it began with.
     - ``is_resumed``: it was accepted before, and parked. The length of the queue does not bind it.
     """
 
@@ -116,6 +117,7 @@ class PromptRequest:
     client: str = attrs.field(default="", kw_only=True)
     model: str | None = attrs.field(default=None, kw_only=True)
     lora: str | None = attrs.field(default=None, kw_only=True)
+    lora_digest: str = attrs.field(default="", kw_only=True)
     is_resumed: bool = attrs.field(default=False, kw_only=True)
 
     @request_id.validator
@@ -152,6 +154,11 @@ class PromptRequest:
     def _check_lora(self, _: object, value: str | None) -> None:
         if value is not None:
             check_adapter_name(value, "lora")
+
+    @lora_digest.validator
+    def _check_lora_digest(self, _: object, value: str) -> None:
+        if not isinstance(value, str):
+            raise InvalidRequest(f"lora_digest must be a text, got {shown(value)}", "lora_digest")
 
     @is_resumed.validator
     def _check_is_resumed(self, _: object, value: bool) -> None:

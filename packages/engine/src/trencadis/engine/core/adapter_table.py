@@ -22,7 +22,8 @@ class NamedAdapter:
     @property
     def info(self) -> AdapterInfo:
         """What clients are told of it."""
-        return AdapterInfo(self.name, self.path, self.loaded.rank, self.loaded.num_bytes)
+        loaded = self.loaded
+        return AdapterInfo(self.name, self.path, loaded.rank, loaded.num_bytes, loaded.digest)
 
 
 class AdapterTable:
@@ -91,7 +92,6 @@ class AdapterTable:
 
         A name whose files cannot be read any more is removed; returns why, a line for each.
         """
-        self._retired.clear()
         reasons: list[str] = []
         for adapter in self:
             if holds(adapter.loaded.digest):

@@ -250,6 +250,7 @@ def _handle(
     elif isinstance(message, Inspect):
         channel.send(_inspect(core, message.number))
     elif isinstance(message, (LoadAdapter, UnloadAdapter)):
+        channel.send(Busy("the engine core reads an adapter"))
         channel.send(_change_adapters(core, message))
     elif isinstance(message, Control):
         try:

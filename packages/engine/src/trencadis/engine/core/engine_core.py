@@ -188,6 +188,7 @@ class EngineCore:
             self._adapters = self._tables[config.name]
             for reason in self._adapters.restore(executor.holds_adapter, executor.load_adapter):
                 logger.warning("%s", reason)
+            self._drop_unused_adapters()
             return
         self._adapters = AdapterTable()
         try:
@@ -320,7 +321,14 @@ class EngineCore:
         spec = self.spec
         request.check(spec.vocab_size, self.max_model_len, is_pooling=spec.is_pooling)
         limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
-        self.requests.add(key, request, limit, self._adapters.digest_of(request.lora))
+        digest = self._adapters.digest_of(request.lora)
+        if request.lora is not None and request.lora_digest not in ("", digest):
+            raise InvalidRequest(
+                f"the adapter {shown(request.lora)} has other weights than when the request began: "
+                "send it again",
+                "lora",
+            )
+        self.requests.add(key, request, limit, digest)
 
     @property
     def adapters(self) -> tuple[NamedAdapter, ...]:
@@ -346,6 +354,7 @@ class EngineCore:
             )
         if self.is_asleep:
             raise AdapterError("the engine sleeps: wake it up before adapters are loaded")
+        self._drop_unused_adapters()
         added = self._adapters.add(name, path, self.executor.load_adapter)
         logger.info("Adapter %s: %s, rank %d", name, path, added.loaded.rank)
         return added
@@ -373,6 +382,7 @@ class EngineCore:
     def finish(self, key: str, index: int) -> None:
         """End sample ``index`` of a request, because the front found a stop string."""
         self.requests.finish(key, index)
+        self._drop_unused_adapters()
 
     def abort_and_swap(self, keys: Iterable[str]) -> tuple[str, ...]:
         """Preempt these requests at the start of the next step; they keep their tokens.

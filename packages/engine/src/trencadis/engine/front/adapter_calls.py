@@ -56,7 +56,7 @@ class AdapterCalls:
         if wanted is None:
             return
         for adapter in self.served:
-            if adapter.name not in wanted:
+            if wanted.get(adapter.name) != adapter.path:
                 await self._try(partial(UnloadAdapter, name=adapter.name))
         served = {adapter.name for adapter in self.served}
         for name, path in tuple(wanted.items()):

@@ -41,6 +41,8 @@ class OpenRequest:
     stream: RequestStream
     queue: asyncio.Queue[CompletionDelta | EngineError]
     keys: dict[str, int | None]
+    lora_digest: str = ""
+    """The content of its adapter when it began: the name may stand for another later."""
 
     def resumption(self, sample: int | None, token_ids: tuple[int, ...]) -> EngineRequest:
         """The request by which ``sample`` goes on after ``token_ids``."""
@@ -52,7 +54,13 @@ class OpenRequest:
             seed = None if params.seed is None else params.seed + sample
             params = attrs.evolve(params, n=1, best_of=None, seed=seed)
         output = request.output_token_ids + token_ids
-        return attrs.evolve(request, params=params, output_token_ids=output, is_resumed=True)
+        return attrs.evolve(
+            request,
+            params=params,
+            output_token_ids=output,
+            lora_digest=self.lora_digest,
+            is_resumed=True,
+        )
 
 
 class OpenRequests:
@@ -71,7 +79,10 @@ class OpenRequests:
         self, key: str, stream: RequestStream, queue: asyncio.Queue[CompletionDelta | EngineError]
     ) -> OpenRequest:
         """A request that is sent to the core under ``key``."""
-        request = self._requests[key] = OpenRequest(stream, queue, {key: None})
+        name = getattr(stream.request, "lora", None)
+        digests = (each.digest for each in self._core.ready.adapters if each.name == name)
+        digest = "" if name is None else next(digests, "")
+        request = self._requests[key] = OpenRequest(stream, queue, {key: None}, digest)
         return request
 
     def unfinished(self) -> list[OpenRequest]:

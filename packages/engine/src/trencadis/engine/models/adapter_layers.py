@@ -132,7 +132,7 @@ class AdapterLayers:
         """Replace the linear layers below a module, whose name in the model is ``path``."""
         for name, child in list(module.named_children()):
             place = f"{path}.{name}"
-            if not (hasattr(child, "in_features") and hasattr(child, "out_features")):
+            if not _is_linear(child):
                 self._replace(child, place)
                 continue
             device = next(iter((*child.parameters(), *child.buffers()))).device
@@ -185,6 +185,16 @@ class AdapterLayers:
         numbers = torch.arange(1, 1 + self.num_slots, device=slots.device)
         is_other = slots[:, None] != numbers
         return is_other[:, :, None].expand(-1, -1, self.max_rank).flatten(1)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module gives the product of one matrix, and nothing beside it.
+
+    Subclasses in models' code may give more, such as a router the indices of experts.
+    """
+    if type(module).__module__.startswith("trencadis."):
+        return hasattr(module, "in_features") and hasattr(module, "out_features")
+    return type(module) is nn.Linear
 
 
 def _note_slots(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:

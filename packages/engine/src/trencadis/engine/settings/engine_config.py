@@ -605,7 +605,19 @@ class EngineConfig(CapacitySettings):
                 "enable_lora does not work with the runner pooling yet: leave one out",
                 "enable_lora",
             )
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError(
+                f"lora_modules {shown(dict(self.lora_modules))} need enable_lora: set it, or leave "
+                "them out",
+                "lora_modules",
+            )
         limit = self.max_cpu_loras
+        if limit is not None and len(self.lora_modules) > limit:
+            raise ConfigError(
+                f"lora_modules names {len(self.lora_modules)} adapters, and max_cpu_loras is "
+                f"{limit}: raise it",
+                "max_cpu_loras",
+            )
         if limit is not None and limit < self.max_loras:
             raise ConfigError(
                 f"max_cpu_loras {limit} is below max_loras {self.max_loras}, and what has a slot "

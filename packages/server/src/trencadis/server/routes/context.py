@@ -65,7 +65,9 @@ class ServingContext:
 
     def alias_of(self, name: str | None) -> str | None:
         """The model that a request needs: that of an adapter, or the one that it names."""
-        return self.engine.model_name if name is not None and name in self.adapters else name
+        if name is None or name in self.aliases or name not in self.adapters:
+            return name
+        return self.engine.model_name
 
     async def check_health(self) -> str:
         """Raise an error of `ServingEngine.check_health` where no request can be served.
@@ -125,7 +127,7 @@ class ServingContext:
         """
         self.check_name(name)
         active = self.engine.model_name
-        if name != active and name in self.adapters:
+        if name is not None and name not in self.aliases and name in self.adapters:
             return attrs.evolve(self.models.current, lora=name)
         if name not in (None, active):
             raise ApiError(
