@@ -470,7 +470,7 @@ class EngineCore:
         targets = self._sampling.prompt_targets(output) if self.requests.scored else {}
         step = StepInput(
             *(output.step, output.prompts, output.decodes, output.moves, rows, targets),
-            self._adapter_slots(output),
+            self._adapter_slots(output) if self.config.enable_lora else {},
         )
         self._in_flight.append((output, self.executor.execute(step)))
 
@@ -508,7 +508,8 @@ class EngineCore:
         self._running_limit = output.max_running_seqs
         self._prefill_limit = output.max_prefill_tokens
         tokens = self._sampling.report(updates, result, sampled)
-        self._drop_unused_adapters()
+        if self.config.enable_lora:
+            self._drop_unused_adapters()
         return tokens
 
     def _pays_to_jump(self, start: int, num_forced: int) -> bool:

@@ -210,7 +210,7 @@ class BatchBuilder:
         requests = [rows.get(chunk.seq_id) for chunk in chunks]
         words = self.words(chunks, requests, shape.batch)
         packed = build_prompt(chunks, shape, self._cache, self._upload, words)
-        return (self._batch(chunks, requests, packed),)
+        return (Batch(chunks, requests, self._with_adapters(packed, chunks)),)
 
     def _prompt_shape(self, chunks: Scheduled) -> PromptShape | RaggedShape:
         """The padded shape of a prefill batch, which is recorded."""
@@ -253,7 +253,7 @@ class BatchBuilder:
         words = self.words(scheduled, requests, shape.batch)
         cache, upload, ids = self._cache, self._upload, self._sampled_ids
         packed = build_mixed(decodes, layout, chunks, shape, cache, upload, words, ids)
-        return self._batch(scheduled, requests, packed)
+        return Batch(scheduled, requests, self._with_adapters(packed, scheduled))
 
     def decode_batches(self, decodes: Scheduled, rows: Rows) -> Iterator[Batch]:
         """One batch; several where the sequences have more blocks to gather than the bucket."""
@@ -288,12 +288,9 @@ class BatchBuilder:
         words = self.words(decodes, requests, shape.batch)
         cache, upload, ids = self._cache, self._upload, self._sampled_ids
         packed = build_decode(decodes, layout, shape, cache, upload, words, ids)
-        return self._batch(decodes, requests, packed)
-
-    def _batch(
-        self, sequences: Scheduled, requests: Sequence[RowRequest | None], packed: ModelInput
-    ) -> Batch:
-        return Batch(sequences, requests, self._with_adapters(packed, sequences))
+        if self._forward_runner.adapters is not None:
+            packed = self._with_adapters(packed, decodes)
+        return Batch(decodes, requests, packed)
 
     def _with_adapters(self, packed: ModelInput, sequences: Scheduled) -> ModelInput:
         """A batch with the slots of its tokens' adapters.
