@@ -538,7 +538,6 @@ RESPONSES = ParameterTable(
         "prompt": {"id": "pmpt_1"},
         "reasoning": {"mode": "pro"},
         "service_tier": "flex",
-        "store": True,
         "stream_options": {"include_obfuscation": True},
         "text": {"verbosity": "low"},
         "top_logprobs": 2,
