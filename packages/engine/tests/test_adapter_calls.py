@@ -109,3 +109,22 @@ def test_they_are_loaded_and_unloaded_and_survive_a_restart(
             await engine.stop()
 
     asyncio.run(run())
+
+
+def test_what_is_parked_returns_with_the_content_that_it_began_with(
+    tiny_model: Path, folders: dict[str, Path]
+) -> None:
+    async def run() -> None:
+        engine = await AsyncEngine.start(settings(tiny_model, folders))
+        try:
+            (adapter,) = engine.adapters
+            long = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+            answer = engine.generate(GenerateRequest(PROMPT, long, lora="first"))
+            await anext(answer)
+            (opened,) = engine._requests._requests.values()
+            assert opened.resumption(None, (4,)).lora_digest == adapter.digest != ""
+            await answer.aclose()
+        finally:
+            await engine.stop()
+
+    asyncio.run(run())

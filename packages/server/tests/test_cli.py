@@ -164,9 +164,11 @@ def variables_of(cls):
 @pytest.mark.parametrize(("name", "flag"), flags_of(EngineConfig))
 def test_a_flag_reaches_the_engine(name, flag):
     text, value = ENGINE[name]
-    config = engine_config(parse("m", flag, *([text] if text else [])), {})
-    assert config == attrs.evolve(EngineConfig(model="m"), **{name: value})
-    assert config != EngineConfig(model="m")
+    others = ["--enable-lora"] if name == "lora_modules" else []
+    without = engine_config(parse("m", *others), {})
+    config = engine_config(parse("m", *others, flag, *([text] if text else [])), {})
+    assert config == attrs.evolve(without, **{name: value})
+    assert config != without
 
 
 @pytest.mark.parametrize(("name", "flag"), flags_of(ServerSettings))

@@ -321,11 +321,12 @@ class EngineCore:
         spec = self.spec
         request.check(spec.vocab_size, self.max_model_len, is_pooling=spec.is_pooling)
         limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
-        digest = self._adapters.digest_of(request.lora)
-        if request.lora is not None and request.lora_digest not in ("", digest):
+        name = request.lora
+        digest = self._adapters.digest_of(name)
+        if name is not None and request.lora_digest not in ("", digest):
             raise InvalidRequest(
-                f"the adapter {shown(request.lora)} has other weights than when the request began: "
-                "send it again",
+                f"the adapter {shown(name)} has other weights than when the request began: send it "
+                "again",
                 "lora",
             )
         self.requests.add(key, request, limit, digest)

@@ -237,6 +237,9 @@ class EngineFront:
         queue: asyncio.Queue[CompletionDelta | EngineError] = asyncio.Queue()
         stream = RequestStream(name, request, self.tokenizer, queue.put_nowait)
         opened = self._requests.begin(key, stream, queue)
+        if request.lora is not None:
+            of_name = (each.digest for each in self.adapters if each.name == request.lora)
+            opened.lora_digest = next(of_name, "")
         try:
             await self._core.send(add_message(key, request))
             unfinished = request.params.n

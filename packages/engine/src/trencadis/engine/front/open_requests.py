@@ -79,10 +79,7 @@ class OpenRequests:
         self, key: str, stream: RequestStream, queue: asyncio.Queue[CompletionDelta | EngineError]
     ) -> OpenRequest:
         """A request that is sent to the core under ``key``."""
-        name = getattr(stream.request, "lora", None)
-        digests = (each.digest for each in self._core.ready.adapters if each.name == name)
-        digest = "" if name is None else next(digests, "")
-        request = self._requests[key] = OpenRequest(stream, queue, {key: None}, digest)
+        request = self._requests[key] = OpenRequest(stream, queue, {key: None})
         return request
 
     def unfinished(self) -> list[OpenRequest]:
