@@ -118,11 +118,18 @@ async def test_they_need_an_admin_key(api, engine, folder, path: str) -> None:
 async def test_directories_that_are_not_allowed(api, engine, folder) -> None:
     (folder / "allowed/link").symlink_to(folder / "other/sql")
     (folder / "allowed/loop").symlink_to(folder / "allowed/loop")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / f"allowed/with-{name}").mkdir()
+        (folder / f"allowed/with-{name}" / name).symlink_to(
+            folder / "other/sql/adapter_config.json"
+        )
     for path in (
         folder / "other/sql",
         folder / "allowed/../other/sql",
         folder / "allowed/link",
         folder / "allowed/loop/x",
+        folder / "allowed/with-adapter_config.json",
+        folder / "allowed/with-adapter_model.safetensors",
         f"{folder}/allowed-too",
         "/",
         "/etc",

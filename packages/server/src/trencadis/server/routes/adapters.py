@@ -16,6 +16,9 @@ from trencadis.server.http.json_body import require_json
 from trencadis.server.http.paths import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH
 from trencadis.server.routes.context import ServingContext
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""What the engine reads of a directory, as PEFT names it."""
+
 
 class LoadAdapterRequest(BaseModel):
     """An adapter, as PEFT saves it, and the name under which requests may ask for it."""
@@ -79,10 +82,11 @@ def _adapter_engine(context: ServingContext) -> AdapterEngine:
 
 
 def _allowed(path: str, directories: tuple[str, ...]) -> str:
-    """The path without links, if it is below one of ``directories``. Raises 403 for another."""
+    """The path without links, if it and its files are below ``directories``. Raises 403 else."""
     try:
-        found = Path(path).resolve()
-        is_allowed = any(found.is_relative_to(Path(each).resolve()) for each in directories)
+        found, below = Path(path).resolve(), [Path(each).resolve() for each in directories]
+        files = [(found / name).resolve() for name in ADAPTER_FILES]
+        is_allowed = all(any(map(each.is_relative_to, below)) for each in (found, *files))
     except (OSError, ValueError, RuntimeError):
         is_allowed = False
     if not is_allowed:
