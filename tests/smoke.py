@@ -21,7 +21,7 @@ OF_EXTRAS = {"google": "protobuf", "grpc": "grpcio"}
 """The distributions of modules with other names."""
 
 
-HOSTS = {"vllm"}
+HOSTS = {"habana_frameworks", "vllm", "vllm_gaudi"}
 """Runtimes that import a module for them: no extra installs one."""
 
 
