@@ -22,7 +22,9 @@ from trencadis.engine import (
 )
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.runner.cache_sizing import CacheSizing
 from trencadis.engine.runner.kept_programs import MAX_KEPT, ProgramStore
+from trencadis.engine.runner.worker import Worker
 from trencadis.kvcache import DefragConfig
 
 STASH_BYTES = 1 << 30
@@ -293,7 +295,7 @@ def test_programs_are_those_of_a_structure_under_settings_and_of_few_structures(
 
 @pytest.mark.slow
 def test_programs_are_dropped_where_the_cache_that_they_read_no_longer_fits(
-    eager_gaudi: Any, models: dict[str, Path]
+    eager_gaudi: Any, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sized = {
         "num_blocks": None,
@@ -309,14 +311,23 @@ def test_programs_are_dropped_where_the_cache_that_they_read_no_longer_fits(
     core, switcher = started(configs["one"])
     expected, most = serve(core), core.facts.limits.num_blocks
     own = core.executor.programs.num_programs
-    memory, num_programs, num_blocks = eager_gaudi.memory, set(), []
-    whole = memory.limit
-    for limit in (1_160_000, 1_160_000, whole):
-        memory.limit = whole
+    num_programs, num_blocks = set(), []
+    planned, fits = CacheSizing.num_blocks, Worker._fits
+    for limit in (most - 5, most - 5, most):
         switch(switcher, configs["other"], NO_STASH)
         others = core.executor.programs.num_programs - own
-        before, memory.limit = compiled(eager_gaudi), limit
-        switch(switcher, configs["one"], NO_STASH)
+        before = compiled(eager_gaudi)
+        with monkeypatch.context() as patch:  # what a device with less memory has space for
+
+            def least(*given: Any, most: int = limit, **more: Any) -> int:
+                return min(most, planned(*given, **more))
+
+            def holds(worker: Worker, num_blocks: int, most: int = limit) -> bool:
+                return num_blocks <= most and fits(worker, num_blocks)
+
+            patch.setattr(CacheSizing, "num_blocks", least)
+            patch.setattr(Worker, "_fits", holds)
+            switch(switcher, configs["one"], NO_STASH)
         assert serve(core) == expected
         own = core.executor.programs.num_programs - others
         num_blocks.append(core.facts.limits.num_blocks)
