@@ -158,6 +158,7 @@ CHAT = [
     ({"tools": [tool("a")], "tool_choice": "auto"}, "tool_choice"),
     ({"tools": [tool("a")], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [tool("a")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tools": [tool("a")], "tool_choice": "\ud800"}, "tool_choice"),
     ({"tools": [tool("a")], "tool_choice": named("b")}, "tool_choice"),
     ({"tools": [tool("a")], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
     ({"tools": [tool("a", parameters=LONG)], "tool_choice": "required"}, "tools"),

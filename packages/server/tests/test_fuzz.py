@@ -195,6 +195,29 @@ def test_many_bodies_of_the_apis_that_are_translated(post, engine, path, data):
     check(post(engine, path, json.dumps(body).encode()), engine)
 
 
+LONE = "\ud800"
+"""A lone surrogate: JSON allows it, UTF-8 does not, so an error cannot quote it as it is."""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", GOOD)
+async def test_a_lone_surrogate_in_any_field_is_an_error_of_the_client(client, engine, path):
+    values = (
+        *(LONE, [LONE], [[LONE]], {LONE: 1}, [{LONE: 1}], {"a": LONE}, {"type": LONE}),
+        *([{"type": LONE}], [{"role": "user", "content": LONE}]),
+        {"type": "function", "function": {"name": LONE}},
+        {"type": "json_schema", "json_schema": {"name": LONE, "schema": {LONE: 1}}},
+    )
+    for name in (*FIELDS[path], "whatever"):
+        for value in values:
+            body = json.dumps(GOOD[path] | {name: value})
+            response = await client.post(
+                path, content=body, headers={"Content-Type": "application/json"}
+            )
+            assert response.status_code < 500, (name, value)
+    assert not engine.running
+
+
 @QUICK
 @given(content=st.binary(max_size=200))
 def test_any_bytes(post, engine, content):

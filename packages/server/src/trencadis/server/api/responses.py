@@ -8,6 +8,7 @@ are rejected.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -180,7 +181,7 @@ def _tool_choice(value: Any) -> ToolChoice | None:
             return ToolChoice("required", name)
     raise InvalidRequest(
         'must be "none", "auto", "required" or {"type": "function", "name": …}, '
-        f"got {str(value)[:200]}"
+        f"got {reprlib.repr(value)}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from typing import Annotated, Any, Literal
 
 import attrs
@@ -102,7 +103,7 @@ def tool_choice(value: Any) -> ToolChoice | None:
     if kind != "function" or not isinstance(function, dict):
         raise InvalidRequest(
             'must be "none", "auto", "required" or '
-            f'{{"type": "function", "function": {{"name": …}}}}, got {str(value)[:200]}'
+            f'{{"type": "function", "function": {{"name": …}}}}, got {reprlib.repr(value)}'
         )
     name = function.get("name")
     if not isinstance(name, str):
