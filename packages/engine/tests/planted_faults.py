@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,21 @@ class ForgetsRecipes(HPUDevice):
         with super().compile_only():
             yield
         bridge._recipes &= known
+
+
+class FailsInSecondProfile(HPUDevice):
+    """The profiling run of the second model that is loaded raises, as without enough memory."""
+
+    _num_loaded = 0
+
+    def optimize(self, model: nn.Module) -> None:
+        super().optimize(model)
+        self._num_loaded += 1
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        if self._num_loaded > 1:
+            raise RuntimeError("planted: no memory for the profiling run")
+        return super().peak_memory(run)
 
 
 class ComputesInWarmUp(HPUDevice):

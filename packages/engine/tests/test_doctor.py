@@ -270,6 +270,14 @@ def test_other_tokens_after_a_warm_up_are_found(model, gaudi, mode):
     assert found.values["equal"] < found.values["total"]
 
 
+@pytest.mark.parametrize("mode", ["lazy"], indirect=True)
+def test_a_warm_up_that_does_not_start_says_why(model, gaudi):
+    report = examined(model, "planted_faults:FailsInSecondProfile", "full warm-up")
+    found = report.findings["full warm-up"]
+    assert found.status is Status.FAILED
+    assert "planted: no memory" in found.detail
+
+
 @pytest.mark.slow
 def test_a_gaudi_without_its_software_is_a_line_and_the_rest_are_not_run(model):
     report = examined(model, "hpu", "bridge", "torch", "kernel Fused")

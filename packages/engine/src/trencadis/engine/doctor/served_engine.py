@@ -42,8 +42,7 @@ class ServedEngine:
         self.used_before = self.used_bytes()
         self.is_broken = False
         self._spec: ModelSpec | None = None
-        self._core: EngineCore | None = None
-        self._executor: InProcessExecutor | None = None
+        self._started: tuple[EngineCore, InProcessExecutor] | None = None
         self._changes: dict[str, Any] = {}
         self._num_prompts = 0
 
@@ -67,30 +66,31 @@ class ServedEngine:
     @property
     def core(self) -> EngineCore:
         """The engine, started by its first use."""
-        if self._core is None:
-            changes: dict[str, Any] = {"warmup": "none", "on_bucket_miss": "auto"}
-            changes |= {"kv_events_config": {}, **self._changes}
-            config = attrs.evolve(self.config, device=self.device, **changes)
-            self._executor = InProcessExecutor(config, records=False)
-            core = EngineCore(config, self._executor)
-            core.warm_up()
-            self._core = core
-        return self._core
+        return self._start()[0]
 
     @property
     def worker(self) -> Worker:
         """What has the weights and the KV cache."""
-        assert self.core is not None  # noqa: S101  (it makes the executor)
-        assert self._executor is not None  # noqa: S101
-        return self._executor.worker
+        return self._start()[1].worker
+
+    def _start(self) -> tuple[EngineCore, InProcessExecutor]:
+        if self._started is None:
+            changes: dict[str, Any] = {"warmup": "none", "on_bucket_miss": "auto"}
+            changes |= {"kv_events_config": {}, **self._changes}
+            config = attrs.evolve(self.config, device=self.device, **changes)
+            executor = InProcessExecutor(config, records=False)
+            core = EngineCore(config, executor)
+            core.warm_up()
+            self._started = core, executor  # what is half started is collected
+        return self._started
 
     def start_again(self, **changes: Any) -> None:
         """Release the engine; its next use starts one with these settings beside the user's."""
-        if self._core is not None:
-            self._core.close()
-        if self._executor is not None and hasattr(self._executor, "worker"):
-            self._executor.worker.discard()  # also of a start that failed
-        self._core = self._executor = None
+        if self._started is not None:
+            core, executor = self._started
+            core.close()
+            executor.worker.discard()
+        self._started = None
         self._changes = changes
         gc.collect()
         self.device.synchronize()
