@@ -192,11 +192,12 @@ class BucketingManager(HPUBucketingManager):  # type: ignore[misc]  # not there 
         """
         if not getattr(get_config(), "enable_fsdpa_slicing", False):
             return
-        if config.strategy_of("prompt") != "pad" or config.bucket_file:
+        file = config.bucket_file
+        found = f"the file {file}" if file else config.strategy_of("prompt")
+        if found != "pad":
             raise BucketingError(
                 "slices of FusedSDPA (VLLM_HPU_FSDPA_SLICE_ENABLED) mask the padding of the "
-                f"strategy pad alone, and prompts have {config.bucket_file or 'that of '}"
-                f"{'' if config.bucket_file else config.strategy_of('prompt')}: unset "
+                f"strategy pad alone, and the buckets of prompts are those of {found}: unset "
                 "VLLM_PROMPT_BUCKETING_STRATEGY and VLLM_BUCKETING_FROM_FILE, or switch slices off"
             )
 

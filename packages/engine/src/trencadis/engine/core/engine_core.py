@@ -477,8 +477,6 @@ class EngineCore:
 
     def _adapter_slots(self, output: SchedulerOutput) -> Mapping[str, int]:
         """The slots of the adapters of a step."""
-        if not self.config.enable_lora:
-            return {}
         scheduled = (*output.prompts, *output.decodes)
         adapters = dict.fromkeys(item.adapter for item in scheduled if item.adapter)
         return self._slots.of_step(adapters, self.scheduler.adapters) if adapters else {}

@@ -127,9 +127,6 @@ class _Batch:
     block_size: int
 
 
-_NOTHING = _Batch(0.0, CacheEvents(cleared=False, removed=(), stored=()), 0)
-
-
 class KVEventPublisher:
     """Publishes events from a thread of its own: the core waits for no subscriber.
 
@@ -139,6 +136,7 @@ class KVEventPublisher:
     def __init__(self, config: KVEventsConfig) -> None:
         self._config = config
         self._topic = config.topic.encode()
+        self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.Queue[_Batch | None] = queue.Queue(config.max_queue_size)
         most_kept = 0 if config.replay_endpoint is None else config.buffer_steps
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=most_kept)
@@ -196,24 +194,28 @@ class KVEventPublisher:
         return socket
 
     def _run(self) -> None:
-        encoder, numbers = msgspec.msgpack.Encoder(), count(time.time_ns())
-        while True:
+        numbers = count(time.time_ns())
+        is_open = True
+        while is_open:
             try:
                 batch = self._queue.get(timeout=POLL_SECONDS)
+                is_open = batch is not None
             except queue.Empty:
-                batch = _NOTHING
-            if batch is None:
-                break
+                batch = None
             try:
-                if batch is not _NOTHING:
-                    events = list(kv_events(batch.events, batch.block_size))
-                    content = encoder.encode([batch.at_s, events, 0])
-                    number = next(numbers).to_bytes(8, "big")
-                    self._published.send_multipart((self._topic, number, content))
-                    self._kept.append((number, content))
+                if batch is not None:
+                    self._publish(batch, next(numbers))
                 self._replay_if_asked()
             except Exception:
                 logger.exception("KV events could not be published")
+
+    def _publish(self, batch: _Batch, number: int) -> None:
+        """Send the message of a batch, and keep it for replays."""
+        events = list(kv_events(batch.events, batch.block_size))
+        content = self._encoder.encode([batch.at_s, events, 0])
+        named = number.to_bytes(8, "big")
+        self._published.send_multipart((self._topic, named, content))
+        self._kept.append((named, content))
 
     def _replay_if_asked(self) -> None:
         """Answer one request for a replay, unless the last one was a moment ago."""
