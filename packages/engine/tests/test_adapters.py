@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,23 @@ def config(model: Path, adapters: Mapping[str, Path], **settings: object) -> Eng
     return EngineConfig(**values)
 
 
+Start = Callable[[EngineConfig], EngineCore]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a core, which ends with the test."""
+    with contextlib.ExitStack() as ends:
+
+        def started(settings: EngineConfig) -> EngineCore:
+            core = EngineCore(settings)
+            ends.callback(core.close)
+            core.warm_up()
+            return core
+
+        yield started
+
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -103,11 +121,10 @@ def serve(
 
 
 def test_alone_and_all_together(
-    tiny_model: Path, adapters: dict[str, Path], reference: Reference
+    start: Start, tiny_model: Path, adapters: dict[str, Path], reference: Reference
 ) -> None:
     names = [*adapters, None]
-    core = EngineCore(config(tiny_model, adapters))
-    core.warm_up()
+    core = start(config(tiny_model, adapters))
     prompt = prompts(1)[0]
     expected = {name: reference.tokens(name, prompt, NUM_TOKENS) for name in names}
     assert len({tuple(tokens) for tokens in expected.values()}) == len(names), "they differ"
@@ -129,14 +146,12 @@ def test_alone_and_all_together(
     )
     for key, (name, prompt) in together.items():
         assert found[key] == reference.tokens(name, prompt, NUM_TOKENS), (key, name)
-    core.close()
 
 
 def test_requests_without_adapters_compute_nothing_for_them(
-    tiny_model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    start: Start, tiny_model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = EngineCore(config(tiny_model, adapters))
-    core.warm_up()
+    core = start(config(tiny_model, adapters))
 
     def forbidden(*_: object) -> None:
         raise AssertionError("nothing needs this")
@@ -145,7 +160,6 @@ def test_requests_without_adapters_compute_nothing_for_them(
     plain = EngineCore(config(tiny_model, {}, enable_lora=False))
     requests = {f"{i}": GenerateRequest(p, GREEDY) for i, p in enumerate(prompts(6))}
     assert serve(core, requests) == serve(plain, requests)
-    core.close()
     plain.close()
 
 
@@ -188,10 +202,9 @@ def test_no_token_changes_where_requests_are_preempted_and_wait(
 
 
 def test_prefixes_are_shared_with_the_same_adapter_alone(
-    tiny_model: Path, adapters: dict[str, Path], reference: Reference
+    start: Start, tiny_model: Path, adapters: dict[str, Path], reference: Reference
 ) -> None:
-    core = EngineCore(config(tiny_model, adapters))
-    core.warm_up()
+    core = start(config(tiny_model, adapters))
     prompt = tuple(range(40, 80))
     cached: dict[str | None, list[int]] = {}
     for name in ("adapter-0", None, "adapter-1", "adapter-0", None, "adapter-1"):
@@ -206,28 +219,24 @@ def test_prefixes_are_shared_with_the_same_adapter_alone(
     digest = next(each.loaded.digest for each in core.adapters if each.name == "adapter-0")
     core.add("salted", GenerateRequest(prompt, GREEDY, cache_salt=digest))
     assert core.step()[0].num_cached_tokens == 0
-    core.close()
 
 
 def test_a_name_with_other_weights_shares_nothing_with_the_old_one(
-    tiny_model: Path, adapters: dict[str, Path], reference: Reference
+    start: Start, tiny_model: Path, adapters: dict[str, Path], reference: Reference
 ) -> None:
-    core = EngineCore(config(tiny_model, {}))
-    core.warm_up()
+    core = start(config(tiny_model, {}))
     prompt = tuple(range(40, 80))
     for content in ("adapter-0", "adapter-1", "adapter-0"):
         core.load_adapter("mine", str(adapters[content]))
         found = serve(core, {"r": GenerateRequest(prompt, GREEDY, lora="mine")})
         assert found["r"] == reference.tokens(content, prompt, NUM_TOKENS)
         core.unload_adapter("mine")
-    core.close()
 
 
 def test_a_resumed_request_has_the_weights_that_it_began_with(
-    tiny_model: Path, adapters: dict[str, Path]
+    start: Start, tiny_model: Path, adapters: dict[str, Path]
 ) -> None:
-    core = EngineCore(config(tiny_model, {}))
-    core.warm_up()
+    core = start(config(tiny_model, {}))
     core.load_adapter("mine", str(adapters["adapter-0"]))
     (first,) = (each.info.digest for each in core.adapters)
     resumed = GenerateRequest(
@@ -238,14 +247,12 @@ def test_a_resumed_request_has_the_weights_that_it_began_with(
     core.load_adapter("mine", str(adapters["adapter-1"]))
     with pytest.raises(InvalidRequest, match="'mine' has other weights than when"):
         core.add("r", resumed)
-    core.close()
 
 
 def test_a_sample_that_ends_early_leaves_no_content_behind(
-    tiny_model: Path, adapters: dict[str, Path]
+    start: Start, tiny_model: Path, adapters: dict[str, Path]
 ) -> None:
-    core = EngineCore(config(tiny_model, {}))
-    core.warm_up()
+    core = start(config(tiny_model, {}))
     core.load_adapter("mine", str(adapters["adapter-0"]))
     core.add("r", GenerateRequest((1, 2, 3), GREEDY, lora="mine"))
     core.step()
@@ -254,10 +261,10 @@ def test_a_sample_that_ends_early_leaves_no_content_behind(
     assert digest in core.executor.worker.adapters
     core.finish("r", 0)
     assert digest not in core.executor.worker.adapters
-    core.close()
 
 
 def test_content_that_a_model_in_the_stash_holds_is_dropped_when_it_returns(
+    start: Start,
     tiny_model: Path,
     adapters: dict[str, Path],
     make_tiny_model: Callable[..., Path],
@@ -265,8 +272,7 @@ def test_content_that_a_model_in_the_stash_holds_is_dropped_when_it_returns(
 ) -> None:
     first = config(tiny_model, {}, served_model_name="first")
     second = config(make_tiny_model(tmp_path / "b"), {}, served_model_name="second")
-    core = EngineCore(first)
-    core.warm_up()
+    core = start(first)
     core.load_adapter("mine", str(adapters["adapter-0"]))
     core.add("r", GenerateRequest((1, 2, 3), GREEDY, lora="mine"))
     core.step()
@@ -276,7 +282,6 @@ def test_content_that_a_model_in_the_stash_holds_is_dropped_when_it_returns(
     for model in (second, first):
         switcher.reconfigure_engine(config_payload(model), 1 << 30)
     assert digest not in core.executor.worker.adapters
-    core.close()
 
 
 @pytest.mark.parametrize("family", ["Llama 4 (text)", "OLMoE", "Qwen 3"])
@@ -300,10 +305,9 @@ def test_without_an_adapter_each_family_has_its_own_tokens(family: str, tmp_path
 
 
 def test_what_was_added_before_an_unload_goes_on(
-    tiny_model: Path, adapters: dict[str, Path], reference: Reference
+    start: Start, tiny_model: Path, adapters: dict[str, Path], reference: Reference
 ) -> None:
-    core = EngineCore(config(tiny_model, {}, max_loras=1, max_cpu_loras=2))
-    core.warm_up()
+    core = start(config(tiny_model, {}, max_loras=1, max_cpu_loras=2))
     prompt = prompts(1)[0]
     for name in ("adapter-0", "adapter-1"):
         core.load_adapter(name, str(adapters[name]))
@@ -325,14 +329,12 @@ def test_what_was_added_before_an_unload_goes_on(
         assert got == reference.tokens(name, prompt, NUM_TOKENS)
     assert not any(digest in store for digest in held.values()), "nothing is left behind"
     core.load_adapter("adapter-2", str(adapters["adapter-2"]))
-    core.close()
 
 
 def test_an_aborted_request_leaves_nothing_behind(
-    tiny_model: Path, adapters: dict[str, Path]
+    start: Start, tiny_model: Path, adapters: dict[str, Path]
 ) -> None:
-    core = EngineCore(config(tiny_model, {}))
-    core.warm_up()
+    core = start(config(tiny_model, {}))
     core.load_adapter("a", str(adapters["adapter-0"]))
     for num_steps in (0, 1, 3):
         core.add("r", GenerateRequest((1, 2, 3), GREEDY, lora="a"))
@@ -347,7 +349,6 @@ def test_an_aborted_request_leaves_nothing_behind(
     assert core.executor.holds_adapter(held.loaded.digest)
     core.abort("r")
     assert not core.executor.holds_adapter(held.loaded.digest)
-    core.close()
 
 
 PARAMS = {
@@ -388,13 +389,14 @@ def test_other_parameters_are_those_of_the_merged_model(
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_packed_and_tiled_layers(quantization: str, make_tiny_model, tmp_path: Path) -> None:
+def test_packed_and_tiled_layers(
+    start: Start, quantization: str, make_tiny_model, tmp_path: Path
+) -> None:
     """In bf16, the layers compute what those without adapters do, and the products beside them."""
     model = make_tiny_model(tmp_path / "model", hidden_size=96, initializer_range=0.2)
     adapter = save_adapter(model, tmp_path / "adapter", rank=8, size=0.5)
     settings = {"dtype": "bfloat16", "quantization": quantization, "max_lora_rank": 8}
-    core = EngineCore(config(model, {"a": adapter}, **settings))
-    core.warm_up()
+    core = start(config(model, {"a": adapter}, **settings))
     layers = core.executor.worker.adapters.layers
     kinds = {type(layer.base).__name__ for layer in layers._layers.values()}
     assert "Linear" not in kinds, kinds
@@ -422,7 +424,6 @@ def test_packed_and_tiled_layers(quantization: str, make_tiny_model, tmp_path: P
         {f"{lora}": GenerateRequest((5, 6, 7), GREEDY, lora=lora) for lora in ("a", None)},
     )
     assert found["a"] != found["None"]
-    core.close()
 
 
 def test_a_row_does_not_depend_on_the_adapters_of_others(
@@ -450,10 +451,9 @@ def test_a_row_does_not_depend_on_the_adapters_of_others(
 
 
 def test_adapters_outlive_a_sleep(
-    tiny_model: Path, adapters: dict[str, Path], reference: Reference
+    start: Start, tiny_model: Path, adapters: dict[str, Path], reference: Reference
 ) -> None:
-    core = EngineCore(config(tiny_model, {}))
-    core.warm_up()
+    core = start(config(tiny_model, {}))
     prompt = prompts(1)[0]
     core.load_adapter("a", str(adapters["adapter-3"]))
     switcher = ModelSwitcher(core)
@@ -465,7 +465,6 @@ def test_adapters_outlive_a_sleep(
             core.load_adapter("b", str(adapters["adapter-0"]))
         switcher.wake_up()
     assert serve(core, {"r": request})["r"] == reference.tokens("adapter-3", prompt, NUM_TOKENS)
-    core.close()
 
 
 def test_wrong_names_and_settings(tiny_model: Path, adapters: dict[str, Path]) -> None:
@@ -539,6 +538,7 @@ def test_the_adapter_used_longest_ago_loses_its_slot_unless_it_is_in_use() -> No
 
 @pytest.mark.parametrize("stash_bytes", [0, 1 << 30])
 def test_adapters_belong_to_a_model(
+    start: Start,
     stash_bytes: int,
     tiny_model: Path,
     adapters: dict[str, Path],
@@ -552,8 +552,7 @@ def test_adapters_belong_to_a_model(
     first = config(tiny_model, {"a": adapters["adapter-0"]}, served_model_name="first")
     second = config(other, {"a": own}, served_model_name="second")
     expected = Reference(other, {"a": own}).tokens("a", (1, 2, 3), NUM_TOKENS)
-    core = EngineCore(first)
-    core.warm_up()
+    core = start(first)
     switcher = ModelSwitcher(core)
     core.load_adapter("b", str(adapters["adapter-1"]))
     core.load_adapter("c", str(shutil.copytree(adapters["adapter-2"], tmp_path / "gone")))
@@ -571,7 +570,6 @@ def test_adapters_belong_to_a_model(
         for name, content in (("a", "adapter-0"), ("b", "adapter-1")):
             found = serve(core, {"r": GenerateRequest((1, 2, 3), GREEDY, lora=name)})
             assert found["r"] == reference.tokens(content, (1, 2, 3), NUM_TOKENS)
-    core.close()
 
 
 @pytest.mark.slow
@@ -627,15 +625,14 @@ def test_forty_adapters_of_many_ranks(tiny_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_a_real_model_has_the_tokens_of_peft(tmp_path: Path) -> None:
+def test_a_real_model_has_the_tokens_of_peft(start: Start, tmp_path: Path) -> None:
     model = Path(default_model())
     folders = {
         f"{rank}": save_adapter(model, tmp_path / f"{rank}", rank=rank, seed=rank, size=0.05)
         for rank in (4, 16, 64)
     }
     reference = Reference(model, folders)
-    core = EngineCore(config(model, folders, max_loras=3))
-    core.warm_up()
+    core = start(config(model, folders, max_loras=3))
     asked = {
         f"{name}/{i}": (name, prompt)
         for name in (*folders, None)
@@ -647,4 +644,3 @@ def test_a_real_model_has_the_tokens_of_peft(tmp_path: Path) -> None:
     )
     for key, (name, prompt) in asked.items():
         assert found[key] == reference.tokens(name, prompt, NUM_TOKENS), key
-    core.close()
