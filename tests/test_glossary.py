@@ -57,7 +57,7 @@ def test_documents_use_the_terms_of_the_glossary() -> None:
     _assert_none(_offences_in(sorted(DOCUMENTS)))
 
 
-def test_the_glossary_reads_as_lists_and_tables() -> None:
+def test_the_glossary_reads_as_lists() -> None:
     assert len(terms(GLOSSARY)) > 80
     assert "trunk" in WORDS
     assert "is no" in PHRASES

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 UNUSED = "Words that are not used"
-"""The heading of the glossary's table of words that are used neither in prose nor in names."""
+"""The heading of the glossary's list of words that are used neither in prose nor in names."""
 
 UNUSED_IN_PROSE = "Phrases that are not used"
-"""The heading of its last table. Names may have these words."""
+"""The heading of its last list. Names may have these words."""
 
 Definitions = dict[str, list[str]]
 """For each term the package and the name in which it is built."""
@@ -41,22 +41,21 @@ def unused_words(glossary: str) -> tuple[str, ...]:
 
 
 def unused_phrases(glossary: str) -> tuple[str, ...]:
-    """The phrases of the last table."""
+    """The phrases of the last list."""
     return _words_of(glossary.partition(UNUSED_IN_PROSE)[2])
 
 
-def _words_of(table: str) -> tuple[str, ...]:
-    return tuple(word for words, _ in _rows(table) for word in words.split(", "))
+def _words_of(text: str) -> tuple[str, ...]:
+    """The words of a list of ``- words: what to write instead``."""
+    lines = [line for line in text.splitlines() if line.startswith("- ")]
+    return tuple(word for line in lines for word in _left_side(line).split(", "))
 
 
-def _rows(table: str) -> Iterator[list[str]]:
-    for line in table.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        is_head = cells[0] == "not" or set(cells[0]) == {"-"}
-        if line.startswith("|") and not is_head:
-            if len(cells) != 2:
-                raise ValueError(f"{len(cells)} columns instead of 2: {line}")
-            yield cells
+def _left_side(line: str) -> str:
+    entry = re.fullmatch(r"- ([^:]+): .+", line)
+    if entry is None:
+        raise ValueError(f"a line of the glossary is not '- words: other words': {line}")
+    return entry[1]
 
 
 def words_in(text: str, words: tuple[str, ...]) -> Iterator[tuple[int, str]]:
@@ -107,7 +106,7 @@ def variables_named(name: str, source: str) -> list[int]:
 
 
 def offences(path: Path, words: tuple[str, ...], phrases: tuple[str, ...] = ()) -> Iterator[str]:
-    """The unused words in a file, as ``line: word``; in the glossary, without its last tables."""
+    """The unused words in a file, as ``line: word``; in the glossary, without its last lists."""
     text = path.read_text()
     if path.name == "glossary.md":
         text = text.partition(UNUSED)[0]
