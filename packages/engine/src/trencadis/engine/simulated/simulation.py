@@ -81,7 +81,8 @@ class Simulation:
         self.clock = SimulatedClock()
         self.records = Records()
         self.steps = 0
-        self.started_s = 0.0
+        self.started_s = self._next_poll_s = self._next_sample_s = 0.0
+        self._sample_interval_s = 1.0
         self._in_flight: list[tuple[SchedulerOutput, SimulatedStep]] = []
         try:
             self._build()
@@ -186,30 +187,42 @@ class Simulation:
 
     def serve(self) -> Iterator[None]:
         """Serve the whole workload; yields once for each request that finishes or is rejected."""
-        arrivals = _Arrivals(self.workload, self.model.vocab_size, self.config.seed, self.clock())
-        interval_s = max(1.0, float(self.workload.arrivals_s[-1]) / _NUM_SAMPLES)
-        self.started_s = next_sample_s = next_poll_s = self.clock()
-        while arrivals.next_s is not None or self._has_work:
+        self.start(period_s=float(self.workload.arrivals_s[-1]))
+        for arrival_s, request in self.workload.requests(self.model.vocab_size, self.config.seed):
+            arrived_s = self.started_s + arrival_s
+            yield from self.serve_until(arrived_s)
+            if not self.accept(arrived_s, request):
+                yield
+        yield from self.serve_until(None)
+
+    def start(self, period_s: float) -> None:
+        """Begin to serve: requests arrive within ``period_s`` seconds from now."""
+        self.started_s = self._next_poll_s = self._next_sample_s = self.clock()
+        self._sample_interval_s = max(1.0, period_s / _NUM_SAMPLES)
+
+    def serve_until(self, then_s: float | None) -> Iterator[None]:
+        """Run steps until the clock shows ``then_s`` or later, of None until all requests ended.
+
+        Yields once for each request that finishes. The last step may end after ``then_s``, as a
+        request that arrives during a step waits for its end.
+        """
+        while self._has_work and (then_s is None or self.clock() < then_s):
             now_s = self.clock()
-            if now_s >= next_poll_s:
+            if now_s >= self._next_poll_s:
                 self.reader.poll()
-                next_poll_s = now_s + ReaderConfig().period_s
-            for arrived_s, request in arrivals.due(now_s):
-                if not self._accept(arrived_s, request):
-                    yield
-            if not self._has_work:
-                self._idle_until(arrivals.next_s)
-                continue
+                self._next_poll_s = now_s + ReaderConfig().period_s
             output, ended = self._step()
             if output.is_empty and not output.moves:
                 self._idle_until(self.clock() + _STALLED_S)
-            if now_s >= next_sample_s:
+            if now_s >= self._next_sample_s:
                 self.records.samples.append(self._sample(output))
-                next_sample_s = now_s + interval_s
+                self._next_sample_s = now_s + self._sample_interval_s
             for _ in range(ended):
                 yield
+        if then_s is not None:
+            self._idle_until(then_s)
 
-    def _accept(self, arrived_s: float, request: Request) -> bool:
+    def accept(self, arrived_s: float, request: Request) -> bool:
         """Add a request to the queue; False if a server would reject it."""
         prompt = len(request.prompt_token_ids)
         try:
@@ -245,10 +258,9 @@ class Simulation:
     def _has_work(self) -> bool:
         return bool(self.scheduler.has_work or self._in_flight)
 
-    def _idle_until(self, then_s: float | None) -> None:
-        if then_s is not None:
-            self.clock.advance(max(0.0, then_s - self.clock()))
-            self._follow_heat()
+    def _idle_until(self, then_s: float) -> None:
+        self.clock.advance(max(0.0, then_s - self.clock()))
+        self._follow_heat()
 
     def _follow_heat(self) -> None:
         """Heat the board with the forward passes since the last call."""
@@ -271,27 +283,6 @@ class Simulation:
             running_limit=output.max_running_seqs,
             prefill_limit=output.max_prefill_tokens,
         )
-
-
-class _Arrivals:
-    """The workload's requests in order of arrival, on the simulation's clock."""
-
-    def __init__(self, workload: Workload, vocab_size: int, seed: int, started_s: float) -> None:
-        self._started_s = started_s
-        self._requests = workload.requests(vocab_size, seed)
-        self._pending = next(self._requests, None)
-
-    @property
-    def next_s(self) -> float | None:
-        """Arrival time of the next request, seconds; None after the last."""
-        return None if self._pending is None else self._started_s + self._pending[0]
-
-    def due(self, now_s: float) -> Iterator[tuple[float, Request]]:
-        """The requests that have arrived since the previous call."""
-        while self._pending is not None and self._started_s + self._pending[0] <= now_s:
-            arrived_s, request = self._pending
-            self._pending = next(self._requests, None)
-            yield self._started_s + arrived_s, request
 
 
 def _max_model_len(config: SimulationConfig, model: ModelShape, workload: Workload) -> int:
