@@ -157,8 +157,10 @@ def test_heat_lowers_the_cap_and_changes_no_token(
     tokens |= serve_until(core, lambda stats: stats.max_running_seqs == 3)
     assert core.stats.thermal is not None
     assert core.stats.thermal.hottest_c == pytest.approx(84.2, abs=0.2)
+    assert core.stats.headroom == 0
     sensor.degrees = 60.0
     tokens |= serve_until(core, lambda stats: stats.max_running_seqs == 8)
+    assert core.stats.headroom == 1
     assert_as_expected(tokens, expected)
     assert core.stats.num_preemptions > 0
     core.close()

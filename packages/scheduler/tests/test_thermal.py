@@ -422,3 +422,19 @@ def test_time_and_total_of_a_policy_never_go_back() -> None:
     guard.retarget(80.0, "lru", View())
     guard.cap(View(now_s=1.0, num_prefill_tokens=7))
     assert policy.seen == [(9.0, 50), (9.0, 50), (10.0, 57)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget_w"),
+    [
+        (PowerBudgetPolicy(budget_w=300.0), 300.0),
+        (TwoPhaseThermalPolicy(target_temp_c=80.0, budget_w=450.0), 450.0),
+        (TwoPhaseThermalPolicy(target_temp_c=80.0), None),
+        (ProportionalThermalPolicy(target_temp_c=80.0), None),
+        (None, None),
+    ],
+)
+def test_a_guard_tells_the_power_budget_of_its_policy(
+    policy: SchedulerThermalPolicy | None, budget_w: float | None
+) -> None:
+    assert ThermalGuard(policy, State).power_budget_w == budget_w

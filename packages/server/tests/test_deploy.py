@@ -134,6 +134,22 @@ def test_every_query_names_metrics_and_labels_that_are_served() -> None:
         assert all(any(label in served[name] for name in names) for label in summed), query
 
 
+def test_the_endpoint_picker_reads_metrics_that_are_served() -> None:
+    """llm-d reads one series of each metric, without labels: the first with these."""
+    (config,) = load_all("llm-d/endpoint-picker.yaml")
+    plugins = {plugin.get("name", plugin["type"]): plugin for plugin in config["plugins"]}
+    (engine,) = plugins["core-metrics-extractor"]["parameters"]["engineConfigs"]
+    custom = {each["attributeKey"]: each["metricSpec"] for each in engine["customMetrics"]}
+    read = {value for name, value in engine.items() if name.endswith("Spec")} | {*custom.values()}
+    assert len(read) == 6
+    assert read <= set(asyncio.run(served_labels()))
+    assert plugins["headroom-scorer"]["parameters"]["attributeKey"] in custom
+    named = [source["pluginRef"] for source in config["dataLayer"]["sources"]]
+    named += [each["pluginRef"] for each in config["dataLayer"]["sources"][0]["extractors"]]
+    named += [each["pluginRef"] for each in config["schedulingProfiles"][0]["plugins"]]
+    assert set(named) == set(plugins) - {"single-profile-handler"}
+
+
 def test_every_expression_is_promql() -> None:
     """Syntax, functions and the types of their arguments: what promtool checks of each alone."""
     tests = yaml.safe_load(RULE_TESTS.read_text())["tests"]

@@ -92,6 +92,7 @@ ENGINE_VALUES = {
     "trencadis:running_seqs": 8,
     "trencadis:max_running_seqs": 32,
     "trencadis:prefill_token_limit": 512,
+    "trencadis:headroom": 7 / 32,
     "vllm:kv_cache_usage_perc": 0.25,
     "vllm:gpu_cache_usage_perc": 0.25,
     "trencadis:kv_blocks_used": 5,
@@ -196,7 +197,8 @@ async def test_every_statistic_has_a_metric(engine):
         metric.read(Recorder(stats))
         metric.labels(Recorder(stats))
     read |= {"num_used_blocks", "num_total_blocks"} if "cache_usage" in read else set()
-    assert read - {"cache_usage"} == set(attrs.fields_dict(EngineStats))
+    read |= {"max_num_seqs", "max_num_batched_tokens"} if "headroom" in read else set()
+    assert read - {"cache_usage", "headroom"} == set(attrs.fields_dict(EngineStats))
 
 
 async def test_a_series_without_a_value_leaves_out_itself_alone(client, monkeypatch):
@@ -329,6 +331,7 @@ async def test_latencies_are_measured_by_the_clock(engine):
 
 
 OF_THE_DEVICE = {
+    "trencadis:headroom",
     "trencadis:temperature_celsius",
     "trencadis:thermal_target_celsius",
     "trencadis:power_watts",

@@ -85,6 +85,9 @@ class CompletionDelta:
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Most tokens of the steps that `EngineStats` counts together. vLLM's, of its iterations."""
 
+HEADROOM_C = 5.0
+"""Degrees C below the target temperature from which a device has less headroom."""
+
 
 def _total(default: Any = 0) -> Any:
     """A field that counts since the start."""
@@ -101,7 +104,8 @@ class ThermalStats:
     "" for none. ``policy``: name of the policy, "" for none; with "control loop" while one runs for
     an order. ``policy_active``: whether the policy limits the
     running sequences; False while it fails, and its last limit stays. ``target_temp_c``: the lower
-    target of policy and control loop, degrees C; None without one.
+    target of policy and control loop, degrees C; None without one. ``power_budget_w``: the power
+    budget of the policy, watts; None without one.
     ``num_policy_faults``, ``num_rejected_readings``: steps in which the policy failed, and readings
     that were neither a temperature nor a power, since the start.
     """
@@ -113,8 +117,23 @@ class ThermalStats:
     policy: str = ""
     policy_active: bool = False
     target_temp_c: float | None = None
+    power_budget_w: float | None = None
     num_policy_faults: int = _total()
     num_rejected_readings: int = _total()
+
+    @property
+    def headroom(self) -> float:
+        """How far the devices are from their limits, 0 to 1; 1 without limits or readings.
+
+        The smaller share of: degrees C below the target, of `HEADROOM_C`; watts below the power
+        budget, of the budget. A sensor that has failed counts as hot, see ``hottest_c``.
+        """
+        shares = [1.0]
+        if self.target_temp_c is not None and self.hottest_c is not None:
+            shares.append((self.target_temp_c - self.hottest_c) / HEADROOM_C)
+        if self.power_budget_w is not None and self.power_w is not None:
+            shares.append((self.power_budget_w - self.power_w) / self.power_budget_w)
+        return max(0.0, min(shares))
 
 
 @attrs.frozen
@@ -125,8 +144,10 @@ class EngineStats:
 
     - ``num_running_reqs``: requests with a sequence that runs. With ``n`` = 4 it is one request.
     - ``num_running_seqs``: sequences that run.
-    - ``max_running_seqs``: the running limit. Administrators and thermal policies lower it.
-    - ``max_prefill_tokens``: the prefill limit, in tokens of a step. The same lower it.
+    - ``max_running_seqs``: the running limit. Administrators and thermal policies lower it from
+      ``max_num_seqs``.
+    - ``max_prefill_tokens``: the prefill limit, in tokens of a step. The same lower it from
+      ``max_num_batched_tokens``.
     - ``num_waiting_reqs``: requests that have not started; ``num_compiling_reqs`` of them wait for
       their grammar.
     - ``num_swapped_reqs``: preempted requests whose KV cache is on the host.
@@ -173,7 +194,9 @@ class EngineStats:
     num_running_reqs: int = 0
     num_running_seqs: int = 0
     max_running_seqs: int = 0
+    max_num_seqs: int = 0
     max_prefill_tokens: int = 0
+    max_num_batched_tokens: int = 0
     num_waiting_reqs: int = 0
     num_compiling_reqs: int = 0
     num_swapped_reqs: int = 0
@@ -218,6 +241,23 @@ class EngineStats:
     def cache_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1."""
         return self.num_used_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
+
+    @property
+    def headroom(self) -> float:
+        """How much more work the engine can start, 0 to 1. A router sends requests where it is
+        highest.
+
+        The smallest of `ThermalStats.headroom`, the sequences that the running limit leaves free,
+        less the requests that have not started or are preempted, of ``max_num_seqs``, and the
+        prefill limit, of ``max_num_batched_tokens``.
+        """
+        waiting = self.num_waiting_reqs + self.num_swapped_reqs + self.num_preempted_reqs
+        free = max(0, self.max_running_seqs - self.num_running_seqs - waiting)
+        return min(
+            free / max(1, self.max_num_seqs),
+            self.max_prefill_tokens / max(1, self.max_num_batched_tokens),
+            self.thermal.headroom if self.thermal is not None else 1.0,
+        )
 
 
 def plus_totals(stats: StatsT, earlier: StatsT) -> StatsT:

@@ -124,6 +124,7 @@ class ThermalMonitor:
             policy=", ".join(filter(None, names)),
             policy_active=has_policy and not policy_fault,
             target_temp_c=guard.target_temp_c if guard is not None else None,
+            power_budget_w=guard.power_budget_w if guard is not None else None,
             num_policy_faults=guard.num_faults if guard is not None else 0,
             num_rejected_readings=guard.num_rejected_readings if guard is not None else 0,
         )

@@ -330,7 +330,9 @@ class CoreSupervisor:
             block_size=self.ready.block_size,
             max_model_len=self.ready.max_model_len,
             max_running_seqs=self.config.max_num_seqs,
+            max_num_seqs=self.config.max_num_seqs,
             max_prefill_tokens=token_budget(self.config),
+            max_num_batched_tokens=token_budget(self.config),
         )
         return with_totals(stats, self.totals_of(self.config.name))
 

@@ -117,6 +117,12 @@ class ThermalGuard:
         targets = (getattr(rule, "target_temp_c", None) for rule in self._policies)
         return min((float(target) for target in targets if is_temperature(target)), default=None)
 
+    @property
+    def power_budget_w(self) -> float | None:
+        """The power budget of the policy, watts; None without one."""
+        budgets = (getattr(rule, "budget_w", None) for rule in self._policies)
+        return min((float(budget) for budget in budgets if is_power(budget)), default=None)
+
     def cap(self, scheduler: SchedulerView) -> int | None:
         """The cap of this step; None where nothing has limited it yet."""
         scheduler = self._view.of(scheduler)

@@ -167,6 +167,13 @@ ENGINE_METRICS: tuple[EngineMetric, ...] = (
     _gauge("trencadis:graphs", "Captured graphs.", lambda s: s.num_graphs),
     _of_device(
         "gauge",
+        "trencadis:headroom",
+        "How much more work the engine can start, 0 to 1: the smallest share that is left of its "
+        "sequences, prompt tokens of a step, 5 degrees C below the target, and power budget.",
+        lambda s: s.headroom,
+    ),
+    _of_device(
+        "gauge",
         "trencadis:temperature_celsius",
         "Temperature of the hottest device, degrees C.",
         _thermal(lambda t: t.hottest_c),
