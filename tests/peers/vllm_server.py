@@ -41,6 +41,7 @@ PASSED = {
     "--seed": 1,
     "--served-model-name": 1,
     "--tool-call-parser": 1,
+    "--uds": 1,
     "--api-key": 1,
 }
 """Flags of engine-serve, with how many values each takes."""
@@ -124,7 +125,6 @@ class RemoteOpenAIServer:
 
     DUMMY_API_KEY = "token-abc123"
     show_hidden_metrics = False
-    uds = None
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class RemoteOpenAIServer:
                 _servers.popitem(last=False)[1].kill()
             server = ServerProcess(*ON_A_CPU, *flags, environ=env_dict)
             try:
-                server.url = server.wait_for(r" at (http://\S+) ", START_SECONDS)[1]
+                server.url = server.wait_for(r" at ((http|unix):\S+) ", START_SECONDS)[1]
             except BaseException:
                 server.kill()
                 raise
@@ -155,8 +155,10 @@ class RemoteOpenAIServer:
         _servers.move_to_end(key)
         self._server = _servers[key]
         self.proc = self._server.process
-        self.host, _, port = self._server.url.rpartition("/")[2].partition(":")
-        self.port = int(port)
+        scheme, _, place = self._server.url.partition(":")
+        self.uds = place if scheme == "unix" else None
+        self.host, _, port = place.rpartition("/")[2].partition(":")
+        self.port = int(port or 0)
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self
@@ -166,7 +168,7 @@ class RemoteOpenAIServer:
 
     @property
     def url_root(self) -> str:
-        return self._server.url
+        return self._server.url if self.uds is None else "http://localhost"
 
     def url_for(self, *parts: str) -> str:
         return "/".join([self.url_root, *(part.strip("/") for part in parts if part)])

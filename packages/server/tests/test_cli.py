@@ -80,6 +80,7 @@ ENGINE = {
 }
 SERVER = {
     "host": ("::1", "::1"),
+    "uds": ("a.sock", "a.sock"),
     "port": ("9", 9),
     "allowed_hosts": ("a", ("a",)),
     "root_path": ("/llm", "/llm"),
@@ -513,6 +514,7 @@ def test_a_single_text_is_one_key():
     [
         ("host", 5),
         ("host", "\ud800"),
+        ("uds", 5),
         ("port", True),
         ("api_keys", 5),
         ("api_keys", [5]),

@@ -135,6 +135,86 @@ async def test_the_greeting_names_the_other_models(starting, engine):
     assert run.said[0].endswith("\nOther models: b, c")
 
 
+async def served_at(run, path):
+    """The status of the server behind a Unix socket."""
+    for _ in range(6000):
+        if run.said or run.task.done():
+            break
+        await asyncio.sleep(0.01)
+    transport = httpx.AsyncHTTPTransport(uds=str(path))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        return (await client.get("/health")).status_code
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_it_listens_on_a_unix_socket(starting, tmp_path):
+    path = tmp_path / "it's.sock"
+    run = Run(uds=str(path))
+    assert await served_at(run, path) == 200
+    assert f" at unix:{path} " in run.said[0]
+    assert "http://localhost:" not in run.said[0] and "Dashboard" not in run.said[0]
+    process = await asyncio.create_subprocess_shell(
+        f"{run.said[0].splitlines()[1].strip()} --silent --max-time 60",
+        stdout=asyncio.subprocess.PIPE,
+    )
+    answer, _ = await asyncio.wait_for(process.communicate(), 60)
+    await run.end()
+    assert b"capital of France" in answer, answer
+    assert not path.exists()
+
+
+async def test_the_admin_api_has_a_port_beside_a_unix_socket(starting, tmp_path):
+    path = tmp_path / "server.sock"
+    run = Run(uds=str(path), admin_port=0, admin_keys=["secret"])
+    assert await served_at(run, path) == 200
+    port = re.search(r"Admin API on port (\d+)", run.said[0])[1]
+    headers = {"Authorization": "Bearer secret"}
+    transport = httpx.AsyncHTTPTransport(uds=str(path))
+    async with (
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers) as admin,
+        httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", headers=headers
+        ) as client,
+    ):
+        for path, there in (("/v1/admin/state", admin), ("/v1/models", client)):
+            for each in (admin, client):
+                assert (await each.get(path)).status_code == (200 if each is there else 404)
+    await run.end()
+
+
+async def test_the_unix_socket_of_a_killed_server_is_replaced(starting, tmp_path):
+    path = tmp_path / "server.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    run = Run(uds=str(path))
+    assert await served_at(run, path) == 200
+    with pytest.raises(LaunchError, match=r"server\.sock"):  # in use
+        await Run(uds=str(path)).task
+    assert await served_at(run, path) == 200
+    await run.end()
+
+
+async def test_what_is_no_unix_socket_is_not_replaced(starting, tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("kept")
+    too_long = tmp_path / ("a" * 200)
+    for wrong in (path, too_long, tmp_path / "missing" / "server.sock", ""):
+        with pytest.raises(LaunchError, match=f"{getattr(wrong, 'name', wrong)}.*--uds"):
+            await Run(uds=str(wrong)).task
+    assert path.read_text() == "kept"
+    assert starting.events == []
+
+
+async def test_the_end_of_a_server_leaves_the_unix_socket_of_another(starting, tmp_path):
+    path = tmp_path / "server.sock"
+    first = Run(uds=str(path))
+    assert await served_at(first, path) == 200
+    path.unlink()
+    path.write_text("another's")
+    await first.end()
+    assert path.read_text() == "another's"
+
+
 async def test_the_greeting_never_shows_a_key(starting):
     run = Run(api_keys=["hush"])
     await run.url()

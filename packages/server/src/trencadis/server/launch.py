@@ -11,13 +11,16 @@ import gc
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import ssl
+import stat
 import sys
 from collections.abc import Callable, Coroutine, Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
@@ -61,7 +64,7 @@ STOP_TIMEOUT = 30.0
 
 
 class LaunchError(Exception):
-    """The server cannot listen on its host and port."""
+    """The server cannot listen on its host and port, or on its Unix socket."""
 
 
 async def serve(
@@ -286,11 +289,17 @@ class _Server(uvicorn.Server):
 def _bound_sockets(settings: ServerSettings) -> Generator[list[socket.socket], None, None]:
     """The socket of the server, and that of the admin API if it has its own."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(_bound_socket(settings.host, settings.port))]
+        sockets = [stack.enter_context(_bound_by(settings))]
         if settings.admin_port is not None:
             host = settings.admin_host or settings.host
             sockets.append(stack.enter_context(_bound_socket(host, settings.admin_port)))
         yield sockets
+
+
+def _bound_by(settings: ServerSettings) -> AbstractContextManager[socket.socket]:
+    if settings.uds is not None:
+        return _bound_file(Path(settings.uds))
+    return _bound_socket(settings.host, settings.port)
 
 
 def _port(listener: socket.socket) -> int:
@@ -319,13 +328,54 @@ def _bound_socket(host: str, port: int) -> Generator[socket.socket, None, None]:
         yield listener
 
 
+@contextmanager
+def _bound_file(path: Path) -> Generator[socket.socket, None, None]:
+    """A Unix socket that holds ``path`` without listening. Its file is removed at the end.
+
+    The file of a server that was killed is replaced.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            if _is_left_over(path):
+                path.unlink()
+            listener.bind(str(path))
+        except OSError as error:
+            # A path that is too long has no `strerror`.
+            raise LaunchError(
+                f"cannot listen on the Unix socket {path} ({error.strerror or error}): stop the "
+                "process that uses it, or choose another path with --uds"
+            ) from None
+        bound = path.stat()
+        try:
+            yield listener
+        finally:
+            with suppress(OSError):
+                if os.path.samestat(path.stat(), bound):
+                    path.unlink()
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether a Unix socket is there that no process listens on."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return False
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.setblocking(False)
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except BlockingIOError:  # its backlog is full
+            return False
+    return False
+
+
 def _greeting(
     engine: AsyncEngine | MultiModelEngine, settings: ServerSettings, listener: socket.socket
 ) -> str:
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-    scheme = "http" if settings.ssl_certfile is None else "https"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    url = _url(settings, listener)
     question, path = "What is the capital of France?", "/v1/chat/completions"
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": question}]}
     if engine.embedding_size:
@@ -335,7 +385,7 @@ def _greeting(
         path, fields = "/v1/rerank", {"query": question, "documents": documents}
     body = json.dumps({"model": engine.model_name, **fields}).replace("'", "'\\''")
     key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if settings.has_api_keys else ""
-    dashboard = f"\nDashboard: {url}/dashboard"
+    dashboard = "" if settings.uds is not None else f"\nDashboard: {url}/dashboard"
     admin = ""
     if (switching := as_switching(engine)) is not None:
         others = ", ".join(alias for alias in switching.aliases if alias != switching.active)
@@ -343,6 +393,18 @@ def _greeting(
     if settings.admin_port is not None:
         dashboard = f"\nDashboard on port {settings.admin_port}: /dashboard"
         admin += f"\nAdmin API on port {settings.admin_port}"
-    curl = f"curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'"
-    served = f"Serving {engine.model_name} at {url} (stop with Ctrl-C). Ask it:"
+    through, place = "", url
+    if settings.uds is not None:
+        through, place = f" --unix-socket {shlex.quote(settings.uds)}", f"unix:{settings.uds}"
+    curl = f"curl{through} {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'"
+    served = f"Serving {engine.model_name} at {place} (stop with Ctrl-C). Ask it:"
     return f"{served}\n  {curl}{dashboard}{admin}"
+
+
+def _url(settings: ServerSettings, listener: socket.socket) -> str:
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    if settings.uds is not None:
+        return f"{scheme}://localhost"
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -99,6 +99,15 @@ class ServerSettings:
         group=SERVER,
         help="port to listen on; 0 takes any free port",
     )
+    uds: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--uds",
+        metavar="PATH",
+        group=SERVER,
+        help="Unix socket to listen on, instead of --host and --port",
+        default="none",
+    )
     root_path: str = setting_field(
         "",
         _path_prefix,
@@ -509,7 +518,8 @@ class ServerSettings:
             raise ConfigError(
                 f"admin_host {self.admin_host!r} has no port: give --admin-port too", "admin_host"
             )
-        if self.admin_port is not None and self.admin_port == self.port != 0:
+        has_port = self.uds is None
+        if has_port and self.admin_port is not None and self.admin_port == self.port != 0:
             raise ConfigError(
                 f"admin_port {self.admin_port} is that of the server: choose another", "admin_port"
             )
