@@ -318,6 +318,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"protocol"},
         {"pooling", "translation"},
         {"chat_batch", "invocations", "messages", "responses", "tokens"},
+        {"input_items"},
     ],
     "server.generation": [
         {"answer_plan", "choice_stream", "response_store"},

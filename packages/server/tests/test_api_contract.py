@@ -27,6 +27,7 @@ OPERATIONS = (
     *("POST /tokenize", "POST /detokenize", "POST /v1/chat/completions/batch"),
     *("GET /health", "GET /ping", "GET /ready", "GET /live", "GET /version", "GET /metrics"),
     *("GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}"),
+    "GET /v1/responses/{response_id}/input_items",
     "POST /v1/responses/{response_id}/cancel",
     "GET /load",
     "POST /invocations",

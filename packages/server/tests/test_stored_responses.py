@@ -42,6 +42,11 @@ def create(client, input="hello", **fields):
     return client.responses.create(model="stand-in", input=input, **fields)
 
 
+async def pages(client, response, **options):
+    """The items of a response's input, of all pages."""
+    return [item async for item in client.responses.input_items.list(response.id, **options)]
+
+
 async def ended(client, response, soon):
     """The response when it is not made any more."""
     found = response
@@ -109,6 +114,39 @@ async def test_a_conversation_goes_on_from_any_of_its_responses(official, engine
     with pytest.raises(openai.NotFoundError, match=NOT_FOUND) as missing:
         await create(official, previous_response_id="resp_other")
     assert missing.value.code == "response_not_found"
+
+
+@pytest.mark.asyncio
+async def test_the_input_of_a_response_is_listed(official, engine):
+    """The last item first, as in the OpenAI API; ids follow, so that the client turns pages."""
+    engine.script = ["one"]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "4"}
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "r"}]}
+    user = {"role": "user", "content": [{"type": "input_text", "text": "a"}]}
+    first = await create(official, [user, reasoning, call, output])
+    second = await create(official, "b", previous_response_id=first.id)
+
+    items = await pages(official, first, order="asc", limit=1)
+    assert [item.type for item in items] == [
+        "message",
+        *(i["type"] for i in (reasoning, call, output)),
+    ]
+    assert items[0].role == "user" and items[0].content[0].text == "a"
+    assert (items[1].content[0].text, items[2].arguments, items[3].output) == ("r", "{}", "4")
+    assert await pages(official, first) == items[::-1]
+    assert len({item.id for item in items}) == 4
+    texts = [item.content[0].text for item in (await pages(official, second))[:2]]
+    assert texts == ["b", "one"]
+    page = await official.responses.input_items.list(second.id, limit=4)
+    assert (len(page.data), page.has_more) == (4, True)
+    await create(official, [i.model_dump(exclude_none=True) for i in items])  # are input again
+    for wrong in ({"limit": 0}, {"limit": 101}, {"after": "msg_other"}, {"order": "up"}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await official.responses.input_items.list(first.id, **wrong)
+        assert refused.value.param in wrong
+    with pytest.raises(openai.NotFoundError, match=NOT_FOUND):
+        await official.responses.input_items.list("resp_other")
 
 
 @pytest.mark.asyncio
@@ -202,6 +240,7 @@ async def test_a_key_has_responses_of_its_own(serving):
         response = await create(first)
         for use in (
             second.responses.retrieve(response.id),
+            pages(second, response),
             second.responses.delete(response.id),
             second.responses.cancel(response.id),
             create(second, previous_response_id=response.id),
@@ -233,8 +272,17 @@ async def test_a_key_has_few_in_the_background(serving, engine, tmp_path):
         for key in ("a-secret", "b-secret"):
             async with client_of(url, key) as client:
                 await create(client, background=True)
-                with pytest.raises(openai.RateLimitError, match="made in the background"):
-                    await create(client, background=True)
+                for background in (True, False):
+                    with pytest.raises(openai.RateLimitError, match="in progress"):
+                        await create(client, background=background)
+
+
+@pytest.mark.asyncio
+async def test_a_failed_stream_is_not_said_to_be_stored(official, engine):
+    engine.dies_after = 1
+    events = [event async for event in await create(official, stream=True)]
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.store is False
 
 
 @pytest.mark.asyncio
@@ -249,13 +297,12 @@ async def test_a_key_without_a_place_ends_what_it_has(serving, engine, tmp_path,
         client_of(url, "a-secret") as client,
     ):
         queued = await create(client, background=True)
-        synchronous = asyncio.create_task(create(client))
-        await soon(lambda: len(engine.running) == 2)
         with pytest.raises(openai.RateLimitError):
             await create(client)
         assert (await client.responses.cancel(queued.id)).status == "cancelled"
-        synchronous.cancel()
         await soon(lambda: not engine.running)
+        engine.delay = 0.0
+        await create(client)
 
 
 @pytest.mark.asyncio
@@ -344,6 +391,7 @@ async def test_what_is_too_large_is_not_said_to_be_stored(serving, stream):
         large = {"metadata": {f"{number}": "m" * 500 for number in range(4)}}
         if stream:
             events = [event async for event in await create(client, stream=True, **large)]
+            assert [event.response.store for event in events[:2]] == [None, None]
             response = events[-1].response
         else:
             response = await create(client, **large)

@@ -175,6 +175,7 @@ def _add_middleware(app: FastAPI, context: ServingContext, keys: ApiKeys) -> Non
             most=settings.max_requests_per_key,
             retry_after=settings.retry_after,
             count_refused=context.metrics.count_refused,
+            num_background=lambda name: _num_background(context.responses, name),
         )
     app.add_middleware(AdminRateLimit, per_second=settings.admin_rate_limit, is_admin=is_admin)
     app.add_middleware(
@@ -201,3 +202,8 @@ def _add_middleware(app: FastAPI, context: ServingContext, keys: ApiKeys) -> Non
         app.add_middleware(AdminListener, port=settings.admin_port, is_admin=is_admin)
     if settings.enable_request_id_headers:
         app.add_middleware(RequestIdHeader)
+
+
+def _num_background(store: ResponseStore | None, owner: str) -> int:
+    """How many responses of an API key are made in the background."""
+    return 0 if store is None else store.num_unfinished(owner)

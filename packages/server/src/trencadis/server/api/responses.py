@@ -467,7 +467,10 @@ class ResponseError(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """The response. Fields of the request are repeated."""
+    """The response. Fields of the request are repeated.
+
+    ``store``: whether it is stored; None while it is made, before its size is known.
+    """
 
     id: str
     object: Literal["response"] = "response"
@@ -485,7 +488,7 @@ class ResponseObject(BaseModel):
     previous_response_id: str | None = None
     reasoning: dict[str, Any]
     service_tier: Literal["default"] | None = None
-    store: bool = False
+    store: bool | None = False
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]

@@ -94,6 +94,10 @@ class ResponseStore:
         """The responses that are still made."""
         return tuple(self._unfinished.values())
 
+    def num_unfinished(self, owner: str) -> int:
+        """How many responses of an owner are still made."""
+        return sum(each == owner for each, _ in self._unfinished)
+
     def unfinished_share(self, owner: str) -> int:
         """Bytes that unfinished responses of an owner may have."""
         return self._max_bytes // (4 if owner else 2)

@@ -23,10 +23,11 @@ _LOG_SECONDS = 60.0
 class KeyLimit:
     """ASGI middleware: answers 429 where an API key has ``most`` requests in progress.
 
-    A streamed request is in progress until the stream ends. Requests without a body (GET, DELETE)
-    and those that cancel a response do not count. ``retry_after`` is the delay, in seconds, that
-    the client is told. ``count_refused`` is called with the name of the key. ``clock`` counts
-    seconds.
+    A streamed request is in progress until the stream ends, and one in the background, of which
+    ``num_background`` returns how many a key has, until its response has ended. Requests without a
+    body (GET, DELETE) and those that cancel a response do not count. ``retry_after`` is the delay,
+    in seconds, that the client is told. ``count_refused`` is called with the name of the key.
+    ``clock`` counts seconds.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class KeyLimit:
         most: int,
         retry_after: int,
         count_refused: Callable[[str], None],
+        num_background: Callable[[str], int] = lambda name: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.app = app
         self._most = most
         self._retry_after = retry_after
         self._count_refused = count_refused
+        self._num_background = num_background
         self._clock = clock
         self._num_requests: Counter[str] = Counter()
         self._logged_s: dict[str, float] = {}
@@ -51,7 +54,7 @@ class KeyLimit:
         if not name:
             await self.app(scope, receive, send)
             return
-        if self._num_requests[name] >= self._most:
+        if self._num_requests[name] + self._num_background(name) >= self._most:
             await self._refuse(name)(scope, receive, send)
             return
         self._num_requests[name] += 1

@@ -181,6 +181,7 @@ class ResponsesWriter(ResponseWriter):
         """The event ``error``, and ``response.failed`` with what there is of the answer."""
         fields = {"code": error.code, "message": error.message, "param": error.param}
         response = self._response("failed")
+        response.store = False
         response.output = self._items("incomplete")
         response.error = ResponseError(code=error.code or "server_error", message=error.message)
         return self._event("error", **fields) + self._event("response.failed", response=response)
@@ -274,6 +275,7 @@ class ResponsesWriter(ResponseWriter):
         if is_cut:
             response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
         if self._keep is not None:
+            response.store = True  # also in what is stored
             response.store = self._keep(response)
         return response
 
@@ -312,7 +314,7 @@ class ResponsesWriter(ResponseWriter):
             created=self.created,
             model_name=self.model_name,
             status=status,
-            is_stored=self._keep is not None,
+            is_stored=None if self._keep is not None else False,
         )
 
 
@@ -325,7 +327,7 @@ def response_object(
     created: int,
     model_name: str,
     status: Any,
-    is_stored: bool,
+    is_stored: bool | None,
 ) -> ResponseObject:
     """A response without output: what it repeats of its request. ``created``: seconds."""
     text_format = body.text.format if body.text and body.text.format else None

@@ -7,14 +7,15 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import attrs
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from starlette.types import Message
 
 from trencadis.engine import EngineOverloaded, InvalidRequest
 from trencadis.server.api.error_responses import error_responses
+from trencadis.server.api.input_items import MAX_LISTED, ResponseItemList, input_items, page
 from trencadis.server.api.protocol import ChatCompletionRequest
 from trencadis.server.api.responses import (
     CLIENT_FIELDS,
@@ -132,7 +133,7 @@ async def respond_in_background(
     """Answer with ``head``, the response while it is queued, and go on without the client.
 
     Raises 409 for the id of a response that is still made, `InvalidRequest` for what is too large
-    to be stored, `EngineOverloaded`, and 429 for a key with too many.
+    to be stored, and `EngineOverloaded`.
     """
     context.check_accepting()
     context.check_name(chat.model)
@@ -140,7 +141,7 @@ async def respond_in_background(
     run = Run()
     keeping = attrs.evolve(keeping, run=run)
     queued = keeping.stored(head)
-    _check_place(context, request, keeping.store, queued)
+    _check_place(keeping.store, queued)
     if not keeping.store.put(queued):
         raise EngineOverloaded(
             f"{len(keeping.store.unfinished)} responses are made in the background, and have all "
@@ -152,9 +153,7 @@ async def respond_in_background(
     return Response(head.model_dump_json(), media_type="application/json", headers=headers)
 
 
-def _check_place(
-    context: ServingContext, request: Request, store: ResponseStore, queued: StoredResponse
-) -> None:
+def _check_place(store: ResponseStore, queued: StoredResponse) -> None:
     unfinished, owner = store.unfinished, queued.owner
     if any((each.owner, each.response_id) == (owner, queued.response_id) for each in unfinished):
         raise ApiError(
@@ -162,19 +161,8 @@ def _check_place(
             f"the response {queued.response_id!r} is still made: give another X-Request-Id",
             code="response_in_progress",
         )
-    own = sum(each.owner == owner for each in unfinished)
-    most, name = context.settings.max_requests_per_key, key_name(request.scope)
-    if name and most is not None and own >= most:
-        context.metrics.count_refused(name)
-        raise ApiError(
-            429,
-            f"{most} responses of this API key are made in the background: wait until one has "
-            "ended",
-            code="rate_limit_exceeded",
-            headers={"Retry-After": str(context.settings.retry_after)},
-        )
     limit = MAX_BACKGROUND // 2 if owner else MAX_BACKGROUND
-    if len(unfinished) >= MAX_BACKGROUND or own >= limit:
+    if len(unfinished) >= MAX_BACKGROUND or store.num_unfinished(owner) >= limit:
         raise EngineOverloaded(
             f"{len(unfinished)} responses are made in the background: try again later"
         )
@@ -271,6 +259,20 @@ def stored_responses_router(context: ServingContext) -> APIRouter:
         if request.query_params.get("stream") == "true":
             raise InvalidRequest("a stored response is not streamed: leave stream out", "stream")
         return Response(own(request, response_id).content, media_type="application/json")
+
+    @router.get("/v1/responses/{response_id}/input_items", responses=errors)
+    async def list_input_items(
+        response_id: str,
+        request: Request,
+        after: str | None = None,
+        limit: int = Query(20, ge=1, le=MAX_LISTED),
+        order: Literal["asc", "desc"] = "desc",
+    ) -> ResponseItemList:
+        """What a stored response answers, with the conversation that it continues."""
+        response = own(request, response_id)
+        num_output = len(json.loads(response.content)["output"])
+        items = input_items(response_id, response.conversation, num_output)
+        return page(items, after=after, limit=limit, order=order)
 
     @router.delete("/v1/responses/{response_id}", responses=errors)
     async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
