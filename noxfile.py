@@ -351,23 +351,28 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
-def interop(session: nox.Session) -> None:
-    """Tests the libraries inside other runtimes: ``nox -s interop -- -k nano`` for one of them."""
+@nox.parametrize("host", choices("vllm", "ray"))
+def interop(session: nox.Session, host: str) -> None:
+    """Tests the libraries inside other runtimes: ``nox -s "interop(vllm)" -- -k nano``."""
     make_shared_environment(session)  # it converts the small model
     name = (
         "from trencadis.engine.models.default_model import default_model as model; print(model())"
     )
     model = session.run(str(python_of(SHARED)), "-c", name, silent=True, external=True)
+    environ = {**ONE_THREAD, "INTEROP_MODEL": str(model).split()[-1]}
+    command = ("python", "-m", "pytest", "-s")
+    if host == "ray":
+        session.install("-c", "constraints.txt", *PYTEST, "ray[serve]", *editable(*PACKAGES))
+        session.run(*command, "-W", "ignore", "interop/test_ray.py", *session.posargs, env=environ)
+        return
     install_vllm(session)
     session.install("-c", "constraints.txt", *PYTEST, "xxhash")
     session.install("--no-deps", *editable("bucketing", "kvcache", "scheduler"))
-    environ = {
-        **ONE_THREAD,
-        "INTEROP_MODEL": str(model).split()[-1],
+    environ |= {
         "NANO_VLLM": str(cloned(session, NANO_VLLM, NANO_COMMIT)),
         "VLLM_GAUDI": str(cloned(session, VLLM_GAUDI, VLLM_GAUDI_COMMIT)),
     }
-    session.run("python", "-m", "pytest", "-s", "interop", *session.posargs, env=environ)
+    session.run(*command, "interop", *session.posargs, env=environ)
 
 
 @nox.session

@@ -48,6 +48,7 @@ OPTIONAL = {
     "kvcache.vllm_gaudi": {"habana_frameworks", "torch", "vllm_gaudi"},
     "scheduler.telemetry.sidecar": {"grpc", "google"},
     "scheduler.vllm": {"vllm"},
+    "server.ray": {"ray"},
 }
 """Modules that need an extra, and what it brings; no other module of the package loads them."""
 
@@ -298,7 +299,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"app"},
         {"commands", "launch"},
         {"cli"},
-        {"__main__"},
+        {"__main__", "ray"},
     ],
     "server.commands": [
         {"bench_report", "connection", "doctor", "run_batch", "warmup"},

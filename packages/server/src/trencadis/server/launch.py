@@ -84,7 +84,7 @@ async def serve(
     """
     stop_signals = _StopSignals()
     with _bound_sockets(settings) as listeners, stop_signals.handled():
-        engine = await stop_signals.cancelling(_started(config, settings, log))
+        engine = await stop_signals.cancelling(start_engine(config, settings, log))
         if engine is None:
             logger.info("Stopped by a signal during the start")
             return
@@ -104,9 +104,12 @@ async def serve(
             await _stop(engine)
 
 
-async def _started(
-    config: EngineConfig | MultiModelConfig, settings: ServerSettings, log: LogSettings | None
+async def start_engine(
+    config: EngineConfig | MultiModelConfig,
+    settings: ServerSettings,
+    log: LogSettings | None = None,
 ) -> AsyncEngine | MultiModelEngine:
+    """Start the engine of one model or of several. Raises the errors of `AsyncEngine.start`."""
     if isinstance(config, EngineConfig):
         return await AsyncEngine.start(config, log)
     return await MultiModelEngine.start(

@@ -1,0 +1,192 @@
+"""An application for Ray Serve, whose replicas are servers with an engine each.
+
+``serve run trencadis.server.ray:build_app model=MODEL max-num-seqs=64``, or the file
+``deploy/ray/serve.yaml``. Ray listens, sends requests to replicas, restarts those whose engine has
+failed, and adds or removes some by load. Needs the extra ``ray``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Container, Mapping
+from typing import Any, NoReturn
+
+import attrs
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingContext
+
+from trencadis.engine import (
+    AsyncEngine,
+    ConfigError,
+    EngineConfig,
+    EngineRestarting,
+    EngineStats,
+    EngineUnresponsive,
+    MultiModelConfig,
+    MultiModelEngine,
+)
+from trencadis.server.app import create_app, end_streams
+from trencadis.server.cli import engine_config, flag_parser, multi_model_config, server_settings
+from trencadis.server.launch import start_engine
+from trencadis.server.settings import ServerSettings
+
+TARGET_LOAD = 0.7
+"""The mean load of replicas that `replicas_by_load` aims at."""
+
+OF_RAY = (
+    "host",
+    "port",
+    "admin_host",
+    "admin_port",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_ca_certs",
+    "ssl_cert_reqs",
+    "shutdown_timeout",
+    "access_log",
+)
+"""Settings of what listens, which is Ray here."""
+
+
+def build_app(args: Mapping[str, Any]) -> Application:
+    """The application for ``serve run`` and for a config file of Ray Serve.
+
+    ``args``: ``model`` and the flags of ``engine-serve`` without dashes before them, as
+    ``max-num-seqs``; True is a flag without a value. ``deployment``: options of Ray's deployment,
+    as ``num_replicas``, ``ray_actor_options`` or ``autoscaling_config``, whose policy is
+    `replicas_by_load` unless it has one. Raises `ConfigError`.
+    """
+    given = dict(args)
+    options = given.pop("deployment", {})
+    if not isinstance(options, Mapping):
+        raise ConfigError(
+            f"deployment must be options of a deployment, as {{'num_replicas': 2}}, got {options!r}"
+        )
+    config, settings = _settings(given)
+    # Ray's own limit of 5 requests would leave most of a batch empty; what is above this one waits
+    # where another replica can still take it.
+    chosen = {"max_ongoing_requests": 2 * _max_num_seqs(config), **options}
+    if isinstance(scaling := chosen.get("autoscaling_config"), Mapping):
+        chosen["autoscaling_config"] = {"policy": {"policy_function": POLICY}, **scaling}
+    deployment = serve.deployment(EngineReplica)
+    return deployment.options(**chosen).bind(config, settings)
+
+
+POLICY = f"{__name__}:replicas_by_load"
+
+
+def replicas_by_load(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """As many replicas as bring the mean of `load_of` to `TARGET_LOAD`.
+
+    A policy of Ray's ``autoscaling_config``, which applies its bounds and delays to the answer.
+    """
+    loads = (context.aggregated_metrics or {}).get("load", {})
+    if not loads:  # none has been measured yet
+        return context.target_num_replicas, {}
+    missing = max(0, context.current_num_replicas - len(loads))
+    return math.ceil(sum(loads.values()) / TARGET_LOAD) + missing, {}
+
+
+def load_of(stats: EngineStats) -> float:
+    """How busy an engine is: 1 where it is full, more where requests wait.
+
+    The larger one of the KV blocks in use and the sequences that run or wait, as shares.
+    """
+    waiting = stats.num_waiting_reqs + stats.num_swapped_reqs + stats.num_preempted_reqs
+    sequences = (stats.num_running_seqs + waiting) / max(1, stats.max_num_seqs)
+    return max(stats.cache_usage, sequences)
+
+
+@serve.ingress()
+class EngineReplica:
+    """A server with an engine, without the part that listens."""
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, config: EngineConfig | MultiModelConfig, settings: ServerSettings
+    ) -> None:
+        self._settings = settings
+        self._engine: AsyncEngine | MultiModelEngine | None = None
+        self._engine = await start_engine(config, settings)
+        self._app: FastAPI | None = None
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        self._app = create_app(self._started, self._settings)
+        return self._app
+
+    @property
+    def _started(self) -> AsyncEngine | MultiModelEngine:
+        if self._engine is None:
+            raise RuntimeError("this replica has no engine")
+        return self._engine
+
+    async def check_health(self) -> None:
+        """Raise where the engine cannot serve any more, so that Ray starts another replica.
+
+        An engine that restarts its core by itself is left alone.
+        """
+        try:
+            await self._started.check_health()
+        except (EngineRestarting, EngineUnresponsive):
+            return
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `replicas_by_load` reads."""
+        return {"load": load_of(self._started.stats)}
+
+    async def __del__(self) -> None:
+        """Called by Ray, once the requests have ended or their time is over."""
+        if self._app is not None:
+            end_streams(self._app)
+        if self._engine is not None:
+            await self._engine.stop()
+
+
+def _settings(given: Mapping[str, Any]) -> tuple[EngineConfig | MultiModelConfig, ServerSettings]:
+    parser = flag_parser()
+    parser.error = _raise  # type: ignore[method-assign]  # instead of the end of the process
+    args = parser.parse_args(_arguments(given, parser._option_string_actions))
+    settings = server_settings(args, os.environ)
+    for field in attrs.fields(ServerSettings):
+        flag = field.name.replace("_", "-")
+        if field.name in OF_RAY and flag in given:
+            raise ConfigError(
+                f"{flag} is a setting of what listens, which is Ray: leave it out", field.name
+            )
+    if settings.multi_model_config is None:
+        return engine_config(args, os.environ), settings
+    return multi_model_config(args, os.environ, settings.multi_model_config), settings
+
+
+def _raise(message: str) -> NoReturn:
+    raise ConfigError(message)
+
+
+def _arguments(given: Mapping[str, Any], flags: Container[str]) -> list[str]:
+    """The command line of ``engine-serve``, which has these flags, for these settings."""
+    values = dict(given)
+    arguments = [str(model)] if (model := values.pop("model", None)) is not None else []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            chosen = flag if value else f"--no-{flag.removeprefix('--')}"
+            if value or chosen in flags:  # without such a flag, false is the default
+                arguments.append(chosen)
+        elif isinstance(value, list | tuple):
+            arguments += [flag, *map(str, value)]
+        elif isinstance(value, Mapping):
+            arguments.append(f"{flag}={json.dumps(value)}")
+        else:
+            arguments.append(f"{flag}={value}")
+    return arguments
+
+
+def _max_num_seqs(config: EngineConfig | MultiModelConfig) -> int:
+    if isinstance(config, EngineConfig):
+        return config.max_num_seqs
+    return max(entry.config.max_num_seqs for entry in config.models)
