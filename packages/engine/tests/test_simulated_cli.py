@@ -29,6 +29,7 @@ VALUES = {
     "num_blocks": ("99", 99),
     "gpu_memory_utilization": ("0.5", 0.5),
     "quantization": ("inc", "inc"),
+    "tensor_parallel_size": ("2", 2),
     "kv_cache_dtype": ("fp8_inc", "fp8_inc"),
     "sampling": ("host", "host"),
     "draw": ("top_p", "top_p"),

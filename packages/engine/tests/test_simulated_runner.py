@@ -167,7 +167,9 @@ def test_the_parts_of_a_step_add_up_to_its_time() -> None:
     )
     times = device.runtime.times
     assert times.total_s == pytest.approx(device.clock())
-    assert all(seconds > 0 for seconds in attrs.astuple(times))
+    parts = attrs.asdict(times)
+    assert parts.pop("collectives_s") == 0  # of several devices alone
+    assert all(seconds > 0 for seconds in parts.values())
     assert times.host_s == pytest.approx(device.costs.host_s(4))
     assert times.block_copy_s == pytest.approx(device.costs.swap_s(1))
 

@@ -77,6 +77,15 @@ class SimulationConfig(CapacitySettings):
         help="the layers' weights and their products in FP8: fp8 or, as vLLM calls it on "
         "Gaudi, inc; none is the checkpoint's type",
     )
+    tensor_parallel_size: int = setting_field(
+        1,
+        integer(1, 8),
+        "--tensor-parallel-size",
+        metavar="N",
+        group=MODEL,
+        help="devices of one machine that divide each layer between them; figures of memory, heat "
+        "and power are those of each",
+    )
     kv_cache_dtype: str = setting_field(
         "auto",
         one_of(("auto", "fp8", "fp8_inc")),

@@ -84,22 +84,25 @@ class Work:
 
 @attrs.frozen
 class ForwardTimes:
-    """Seconds on the device of the parts of a forward pass, as in `Work`."""
+    """Seconds on the device of the parts of a forward pass, as in `Work`, and of collectives."""
 
     matrices_s: float
     attention_s: float
     head_s: float
+    collectives_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Seconds of all parts, one after the other."""
-        return self.matrices_s + self.attention_s + self.head_s
+        return self.matrices_s + self.attention_s + self.head_s + self.collectives_s
 
 
 @attrs.frozen
 class CostModel:
     """Costs of one model on one accelerator, with a KV cache in blocks of ``block_size`` tokens.
 
+    ``num_ranks``: accelerators that divide the model; ``model`` is what one of them has then, see
+    `ModelShape.divided`.
     ``draw``: what requests ask for, one of `LOGIT_READS`. ``compiled``: a forward pass without a
     graph is `num_programs` programs, as in the default mode of a Gaudi.
 
@@ -112,6 +115,7 @@ class CostModel:
     block_size: int
     draw: str = "greedy"
     compiled: bool = False
+    num_ranks: int = 1
 
     @property
     def num_programs(self) -> int:
@@ -143,8 +147,24 @@ class CostModel:
         """Seconds on the device, by part."""
         work = self.work(phase, bucket, sharing)
         return ForwardTimes(
-            self._part_s(work.matrices), self._part_s(work.attention), self._part_s(work.head)
+            self._part_s(work.matrices),
+            self._part_s(work.attention),
+            self._part_s(work.head),
+            self.collectives_s(phase, bucket),
         )
+
+    def collectives_s(self, phase: Phase, bucket: Bucket) -> float:
+        """Seconds in which the ranks exchange values: a sum of hidden states after the embedding
+        and after attention and feed-forward of each layer, and the logits."""
+        if self.num_ranks == 1:
+            return 0.0
+        batch, *rest = bucket.shape
+        tokens = batch * rest[0] if phase is Phase.PROMPT else batch
+        hidden = tokens * self.model.hidden_size * self.model.dtype_bytes
+        # To gather is the second half of a sum.
+        logits = batch * self._logit_bytes * self.num_ranks // 2
+        sums = (2 * self.model.num_layers + 1) * self.hardware.sum_s(self.num_ranks, hidden)
+        return sums + self.hardware.sum_s(self.num_ranks, logits)
 
     def compute_share(self, phase: Phase, bucket: Bucket) -> float:
         """The share of a forward pass in which the matrix engines work, 0 to 1.

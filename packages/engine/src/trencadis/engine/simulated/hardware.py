@@ -29,6 +29,11 @@ _HBM_EFFICIENCY = 0.75
 _REPLAY_S = 50e-6
 _COPY_S = 10e-6
 
+# The one constant of collectives that no source gives: what one takes without its bytes. Fitted to
+# nine rows of Llama 2 70B and Llama 3.1 70B (`benchmarks/gaudi_published.py --fit`), in which links
+# reach their peak; assumed of the other accelerators as well.
+_COLLECTIVE_S = 60e-6
+
 # `EngineCore.step` outside the model's forward pass: scheduler, input, reporting. CPU time of one
 # core of an AMD EPYC, 2026-11-21: 0.4 ms for 1 sequence, 1.0 for 32, 2.1 for 128, 8.5 for 512.
 _STEP_S = 0.4e-3
@@ -47,6 +52,9 @@ class Hardware:
       which a forward pass reaches ``hbm_efficiency``.
     - ``link_bytes_per_s``: achieved bandwidth of a copy between host and device, one direction.
       ``copy_s``: seconds of such a copy without its bytes.
+    - ``peer_bytes_per_s``: bandwidth from a device to all others of its machine, one direction.
+      ``num_wired_peers``: over how many of them its links are divided; 1 where a switch connects
+      all. ``collective_s``: seconds of a sum over the ranks without its bytes.
     - A graph takes ``graph_bytes``, and with ``graph_keeps_activations`` also the activations of
       its forward pass; without, all graphs share one pool.
     - Seconds of the host: ``launch_s`` per launched operation without a graph, ``replay_s`` per
@@ -66,6 +74,8 @@ class Hardware:
     hbm_bytes: int = attrs.field(validator=number(0, exclusive_low=True))
     hbm_bytes_per_s: float = attrs.field(validator=number(0, exclusive_low=True))
     link_bytes_per_s: float = attrs.field(validator=number(0, exclusive_low=True))
+    peer_bytes_per_s: float = attrs.field(validator=number(0, exclusive_low=True))
+    num_wired_peers: int = attrs.field(validator=integer(1))
     launch_s: float = attrs.field(validator=number(0))
     launches_overlap: bool
     compile_s: float = attrs.field(validator=number(0))
@@ -81,6 +91,7 @@ class Hardware:
     )
     replay_s: float = attrs.field(default=_REPLAY_S, validator=number(0))
     copy_s: float = attrs.field(default=_COPY_S, validator=number(0))
+    collective_s: float = attrs.field(default=_COLLECTIVE_S, validator=number(0))
     step_s: float = attrs.field(default=_STEP_S, validator=number(0))
     sequence_s: float = attrs.field(default=_SEQUENCE_S, validator=number(0))
 
@@ -91,6 +102,17 @@ class Hardware:
         """
         peak = self.fp8_flops_per_s if element_bytes == 1 else self.flops_per_s
         return peak * self.product_efficiency * self.compute_efficiency
+
+    def sum_s(self, num_ranks: int, size: int) -> float:
+        """Seconds of a sum of ``size`` bytes over the devices of ``num_ranks`` ranks.
+
+        Each device gets its part of all others, adds up, and sends the result to all others.
+        """
+        if num_ranks == 1:
+            return 0.0
+        peers = num_ranks - 1
+        bytes_per_s = self.peer_bytes_per_s * min(1.0, peers / self.num_wired_peers)
+        return self.collective_s + 2 * size * peers / num_ranks / bytes_per_s
 
     @property
     def achieved_bytes_per_s(self) -> float:
@@ -127,6 +149,9 @@ _GAUDI2 = Hardware(
     hbm_bytes_per_s=2.46e12,
     # 32 GB/s; the same share of it as below.
     link_bytes_per_s=20e9,
+    # 21 ports of 100 Gb/s, 3 to each of the 7 others (docs.habana.ai, Network_Configuration).
+    peer_bytes_per_s=262.5e9,
+    num_wired_peers=7,
     # Assumed: twice that of CUDA, as a forward without a graph is hashed operation by operation to
     # find its recipe (Gaudi documentation, "Run Inference Using HPU Graphs").
     launch_s=10e-6,
@@ -150,6 +175,8 @@ _GAUDI3 = attrs.evolve(
     hbm_bytes_per_s=3.67e12,
     # 64 GB/s, of which about 40 are sustained (seed 003, section on swap).
     link_bytes_per_s=40e9,
+    # As above, with 200 Gb/s.
+    peer_bytes_per_s=525e9,
 )
 # Compute, bandwidth, PCIe, power: NVIDIA H100 white paper as quoted by glennklockwood.com
 # (garden/processors/h100), dense figures.
@@ -165,6 +192,9 @@ _H100 = Hardware(
     hbm_bytes=81559 * _MIB,
     hbm_bytes_per_s=3.35e12,
     link_bytes_per_s=40e9,
+    # NVLink through switches: 900 GB/s in both directions together (the same white paper).
+    peer_bytes_per_s=450e9,
+    num_wired_peers=1,
     # 4 to 6 µs for a launch ("pegainfer (3): From Launch Overhead to CUDA Graph", susun-blog.com).
     launch_s=5e-6,
     launches_overlap=True,

@@ -14,7 +14,8 @@ from typing import Any
 
 import attrs
 
-from trencadis.engine.errors import ModelError
+from trencadis.engine.errors import ConfigError, ModelError
+from trencadis.kvcache import ceil_div
 
 LOGIT_BYTES = 4
 """Bytes of one logit: logits are converted to fp32 before sampling."""
@@ -68,6 +69,27 @@ class ModelShape:
             self,
             matrix_dtype_bytes=1 if matrices else self.matrix_dtype_bytes,
             kv_dtype_bytes=1 if kv_cache else self.kv_dtype_bytes,
+        )
+
+    def divided(self, num_ranks: int) -> ModelShape:
+        """What one of ``num_ranks`` ranks has: its heads, its part of each product and of the
+        vocabulary. KV heads are repeated where there are fewer than ranks.
+
+        Raises `ConfigError` where the heads cannot be divided.
+        """
+        few, many = sorted((num_ranks, self.num_kv_heads))
+        if self.num_heads % num_ranks or many % few:
+            raise ConfigError(
+                f"tensor_parallel_size {num_ranks} does not divide {self.num_heads} attention "
+                f"heads with {self.num_kv_heads} KV heads: take a number that does",
+                "tensor_parallel_size",
+            )
+        return attrs.evolve(
+            self,
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=max(1, self.num_kv_heads // num_ranks),
+            intermediate_size=ceil_div(self.intermediate_size, num_ranks),
+            vocab_size=ceil_div(self.vocab_size, num_ranks),
         )
 
     @property

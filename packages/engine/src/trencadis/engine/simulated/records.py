@@ -33,7 +33,7 @@ class StepTimes:
     """Seconds by part.
 
     - On the device: products with the layers' weight matrices, attention, the output head,
-      sampling (of the host, where that samples).
+      collectives of ranks, sampling (of the host, where that samples).
     - Between both: batches uploaded, waits for the sampled tokens, copies of KV blocks.
     - Of the host: launches of forward passes that do not overlap them, compilation and capture,
       scheduling and everything else that a step needs.
@@ -42,6 +42,7 @@ class StepTimes:
     matrices_s: float = 0.0
     attention_s: float = 0.0
     head_s: float = 0.0
+    collectives_s: float = 0.0
     sample_s: float = 0.0
     upload_s: float = 0.0
     fetch_s: float = 0.0

@@ -140,6 +140,7 @@ class SimulatedRuntime:
         times.matrices_s += parts.matrices_s
         times.attention_s += parts.attention_s
         times.head_s += parts.head_s
+        times.collectives_s += parts.collectives_s
         times.launch_s += launch_s
         times.upload_s += prepared.upload_s
         self.busy_s += prepared.device_s

@@ -75,6 +75,7 @@ class Simulation:
         self.model = model.quantized(
             matrices=config.quantization != "none", kv_cache=config.kv_cache_dtype != "auto"
         )
+        self._of_rank = self.model.divided(config.tensor_parallel_size)
         self.workload = workload
         self.hardware = hardware if hardware is not None else find_hardware(config.device)
         self.max_model_len = _max_model_len(config, model, workload)
@@ -92,8 +93,15 @@ class Simulation:
     def _build(self) -> None:
         """Plan the memory and build the device, the grids, the cache and the scheduler."""
         config = self.config
-        costs = CostModel(self.model, self.hardware, config.block_size, config.draw, config.compile)
-        memory = MemoryModel(self.model, self.hardware)
+        costs = CostModel(
+            self._of_rank,
+            self.hardware,
+            config.block_size,
+            config.draw,
+            config.compile,
+            config.tensor_parallel_size,
+        )
+        memory = MemoryModel(self._of_rank, self.hardware)
         free = memory.free_after_profile(token_budget(config), config.max_num_seqs)
         self.plan = MemoryPlan.from_profile(
             free,
