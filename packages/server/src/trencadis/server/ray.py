@@ -109,9 +109,9 @@ class EngineReplica:
         self, config: EngineConfig | MultiModelConfig, settings: ServerSettings
     ) -> None:
         self._settings = settings
+        self._app: FastAPI | None = None
         self._engine: AsyncEngine | MultiModelEngine | None = None
         self._engine = await start_engine(config, settings)
-        self._app: FastAPI | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         self._app = create_app(self._started, self._settings)
