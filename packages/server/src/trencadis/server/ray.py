@@ -40,6 +40,7 @@ TARGET_LOAD = 0.7
 OF_RAY = (
     "host",
     "port",
+    "uds",
     "admin_host",
     "admin_port",
     "ssl_certfile",
