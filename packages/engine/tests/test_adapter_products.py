@@ -10,10 +10,22 @@ import torch
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import adapter_products
 from trencadis.engine.devices.cpu.adapter_products import load_adapter_kernel
-from trencadis.engine.devices.cpu.native_kernel import NoKernel
+from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
+from trencadis.engine.models.adapter_layers import sorted_slots
 
 SLOTS = (3, 3, 3, 3, 0, 1, 2, 2, 2, 2, 2, 0, 0, 0, 0, 3, 1, 4)
 RANKS = (0, 16, 1, 7, 0)
+
+
+@pytest.fixture(params=["pairs of bf16", "widened"], autouse=True)
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this processor, and those that others have."""
+    if request.param == "widened":
+
+        def load(source: Path, _: object, *others: object, **settings: bool) -> object:
+            return load_kernel(source, ("WIDENS",), *others, **settings)
+
+        monkeypatch.setattr(adapter_products, "load_kernel", load)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -32,7 +44,7 @@ def test_rows_get_the_products_of_their_slots(inputs: int, outputs: int, threads
     torch.set_num_threads(threads)
     try:
         found = before.clone()
-        compute(rows[None], found[None], slots, ranks, down, up)
+        compute(rows[None], found[None], sorted_slots(slots), ranks, down, up)
         for row, slot in enumerate(SLOTS):
             held = slice((slot - 1) * 16, (slot - 1) * 16 + RANKS[slot])
             added = torch.zeros(outputs)
@@ -43,7 +55,8 @@ def test_rows_get_the_products_of_their_slots(inputs: int, outputs: int, threads
                 found[row].float(), expected, rtol=0.01, atol=0.02 * inputs**0.5
             )
             alone = before[row : row + 1].clone()
-            compute(rows[row : row + 1], alone, slots[row : row + 1], ranks, down, up)
+            own = sorted_slots(slots[row : row + 1])
+            compute(rows[row : row + 1], alone, own, ranks, down, up)
             assert torch.equal(alone[0], found[row])
             if slot in (0, 4):
                 assert torch.equal(found[row], before[row])
@@ -61,7 +74,8 @@ def test_the_rows_of_other_slots_are_not_read() -> None:
     down[:3], up[:3] = 0.5, 0.25
     out = torch.zeros(5, 24).bfloat16()
     slots = torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32)
-    compute(rows, out, slots, torch.tensor([0, 3, 16], dtype=torch.int32), down, up)
+    ranks = torch.tensor([0, 3, 16], dtype=torch.int32)
+    compute(rows, out, sorted_slots(slots), ranks, down, up)
     assert out.isfinite().all()
 
 

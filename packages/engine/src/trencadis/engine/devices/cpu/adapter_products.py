@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
-from trencadis.engine.models.adapter_layers import AdapterKernel
+from trencadis.engine.models.adapter_layers import AdapterKernel, sorted_slots
 
 _SOURCE = Path(__file__).with_name("adapter_products.cpp")
 
@@ -21,6 +21,8 @@ _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 
 _ROWS = 4
 """Rows that the kernel computes together, which a thread keeps in fp32."""
+
+_INT32_BYTES = 4
 
 _TOLERANCE = 0.02
 """Largest difference to the product in fp32 in a trial, beside the largest value."""
@@ -35,24 +37,26 @@ def load_adapter_kernel(directory: Path | None = None, *, trusted: bool = False)
     ``directory`` and ``trusted`` are those of `load_kernel`.
     """
     function = load_kernel(_SOURCE, (), directory, trusted=trusted).add_adapters
-    function.argtypes, function.restype = (*[_POINTER] * 7, *[_INTEGER] * 5), None
+    function.argtypes, function.restype = (*[_POINTER] * 8, *[_INTEGER] * 5), None
 
     def compute(
         rows: torch.Tensor,
         out: torch.Tensor,
-        slots: torch.Tensor,
+        order_and_slots: torch.Tensor,
         ranks: torch.Tensor,
         down: torch.Tensor,
         up: torch.Tensor,
     ) -> None:
+        # As few operations as can be: a step calls this for each linear layer.
         rows = rows.contiguous()
-        inputs, outputs, threads = rows.shape[-1], out.shape[-1], torch.get_num_threads()
-        most_rank = len(down) // (len(ranks) - 1)
-        scratch = rows.new_empty(_ROWS * threads, inputs + most_rank, dtype=torch.float32)
-        tensors = (rows, out, slots, ranks, down, up, scratch)
+        (most, inputs), outputs, num_rows = down.shape, up.shape[1], order_and_slots.shape[1]
+        most_rank, threads = most // (ranks.shape[0] - 1), torch.get_num_threads()
+        scratch = rows.new_empty(_ROWS * threads, inputs + 2 * most_rank, dtype=torch.float32)
+        order = order_and_slots.data_ptr()
         function(
-            *(tensor.data_ptr() for tensor in tensors),
-            *(rows.numel() // inputs, inputs, outputs, most_rank, threads),
+            *(rows.data_ptr(), out.data_ptr(), order, order + _INT32_BYTES * num_rows),
+            *(ranks.data_ptr(), down.data_ptr(), up.data_ptr(), scratch.data_ptr()),
+            *(num_rows, inputs, outputs, most_rank, threads),
         )
 
     for shape in _TRIED:
@@ -71,7 +75,7 @@ def _try(compute: AdapterKernel, inputs: int, outputs: int) -> None:
         held = slice((slot - 1) * 8, (slot - 1) * 8 + int(ranks[slot]))
         expected[row] += (rows[row].float() @ down[held].float().t()) @ up[held].float()
     out = before.clone()
-    compute(rows, out, slots, ranks, down, up)
+    compute(rows, out, sorted_slots(slots), ranks, down, up)
     error = ((out.float() - expected).abs().max() / expected.abs().max()).item()
     if not error <= _TOLERANCE or not torch.equal(out[slots == 0], before[slots == 0]):
         raise NoKernel(f"its result for {inputs} inputs is off by {error:.3g}")
