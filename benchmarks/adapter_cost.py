@@ -4,9 +4,9 @@
     python benchmarks/adapter_cost.py     # and vLLM beside it, on one thread each
 
 The small default model in bf16, random adapters of rank 16 on all linear layers, 64 tokens in and
-32 out. Each engine runs twice, without and with adapters enabled, in processes of their own that take
-turns. Prints the throughput of the engine without adapters, and the others relative to it: medians
-of the rounds, of which the first is not counted.
+32 out. Each engine runs twice, without and with adapters enabled, in processes of their own that
+take turns. Prints the throughput of the engine without adapters, and the others relative to it:
+medians of the rounds, of which the first is not counted.
 """
 
 # ruff: noqa: PLC0415 - no environment has all engines
