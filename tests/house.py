@@ -227,6 +227,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "logit_head",
             "packed_weight",
             "pooling",
+            "quantized_cache",
             "rank_modules",
             "real_rotary",
             "replaced_layers",

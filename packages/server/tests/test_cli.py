@@ -60,6 +60,7 @@ ENGINE = {
     "runner": ("pooling", "pooling"),
     "score_prompt": ("joined", "joined"),
     "quantization": ("int8", "int8"),
+    "kv_cache_dtype": ("fp8", "fp8"),
     "fp32_softmax": ("true", True),
     "enable_lora": ("", True),
     "lora_modules": ("sql=/adapters/a=b", {"sql": "/adapters/a=b"}),

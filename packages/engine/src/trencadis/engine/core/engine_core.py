@@ -176,7 +176,9 @@ class EngineCore:
         eos_token_ids = self.spec.eos_token_ids
         tokenizer = functools.partial(saved_tokenizer_json, self.spec.source)
         self._grammars = GrammarCompiler(tokenizer, self.spec.vocab_size, eos_token_ids)
-        self.requests = RequestTable(self.scheduler, eos_token_ids, rng, self._grammars)
+        self.requests = RequestTable(
+            self.scheduler, eos_token_ids, rng, self._grammars, config.kv_cache_dtype
+        )
         self._sampling = StepSampling(self.requests, self.scheduler, eos_token_ids, self._grammars)
         self._slots = AdapterSlots(config.max_loras)
         self._serve_adapters()

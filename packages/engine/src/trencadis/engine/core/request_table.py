@@ -130,6 +130,7 @@ class RequestTable:
         eos_token_ids: frozenset[int],
         rng: random.Random,
         grammars: GrammarCompiler,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.samples: dict[int, Sample] = {}
         self.beam_searches: dict[str, Entry] = {}
@@ -141,6 +142,7 @@ class RequestTable:
         self._eos_token_ids = eos_token_ids
         self._rng = rng
         self._grammars = grammars
+        self._kv_cache_dtype = kv_cache_dtype
         self.compiling: dict[str, _Compiling] = {}
         self._entries: dict[str, Entry] = {}
         self._last_params = SamplingParams()
@@ -253,7 +255,8 @@ class RequestTable:
         eos, max_model_len = self._eos_token_ids, self._max_model_len
         try:
             for group in _scheduler_requests(
-                entry.key, request, eos, max_model_len, running_limit, adapter
+                *(entry.key, request, eos, max_model_len, running_limit),
+                *(adapter, self._kv_cache_dtype),
             ):
                 added = self._scheduler.add(group, is_resumed=request.is_resumed)
                 entry.groups.append(added.group)
@@ -443,6 +446,7 @@ def _scheduler_requests(
     max_model_len: int,
     running_limit: int,
     adapter: str,
+    kv_cache_dtype: str,
 ) -> list[Request]:
     """The scheduler's requests, each of which becomes a group; the first one's id is ``key``.
 
@@ -472,7 +476,7 @@ def _scheduler_requests(
         best_of=None if params.use_beam_search else params.best_of,
         beam_search=beams,
         priority=request.priority,
-        extra_keys=_extra_keys(request, adapter),
+        extra_keys=_extra_keys(request, adapter, kv_cache_dtype),
         reads_prefix_cache=not _scores_prompt(request),
         client=request.client,
         adapter=adapter,
@@ -482,9 +486,17 @@ def _scheduler_requests(
     return [group] if params.needs_ranking else _split_samples(group, max(1, running_limit))
 
 
-def _extra_keys(request: EngineRequest, adapter: str) -> tuple[str | None, ...]:
-    """What requests that share prefixes have in common. No salt can look like an adapter's."""
+def _extra_keys(
+    request: EngineRequest, adapter: str, kv_cache_dtype: str
+) -> tuple[str | None, ...]:
+    """What requests that share prefixes have in common. No salt can look like an adapter's.
+
+    A cache of fewer bits has other content, which KV events must not mix with that of the model's
+    dtype.
+    """
     salt = request.cache_salt
+    if kv_cache_dtype != "auto":
+        return (salt, adapter or None, kv_cache_dtype)
     if adapter:
         return (salt, adapter)
     return () if salt is None else (salt,)

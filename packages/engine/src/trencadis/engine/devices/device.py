@@ -104,6 +104,12 @@ class Device(abc.ABC):
     """Whether a program is looked for when it first runs, and `num_compilations` counts those that
     the cache lacks."""
 
+    kv_cache_dtypes: frozenset[torch.dtype] = frozenset()
+    """Dtypes of codes that its KV cache can have (`quantized_cache`)."""
+
+    kv_cache_dtype: torch.dtype | None = None
+    """That of the KV cache of the model that `optimize` is called with next; None: the model's."""
+
     attention: Attention = BlockAttention()
     """How the KV cache is laid out, written and read."""
 

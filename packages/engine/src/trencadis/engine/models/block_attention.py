@@ -24,11 +24,15 @@ from trencadis.engine.models.paged_context import (
     RaggedChunk,
     RaggedContext,
 )
+from trencadis.engine.models.quantized_cache import QuantizedPart
 from trencadis.engine.models.softmax_attention import (
     bounded_scores,
     seen_in_prompt,
     softmax_attention,
 )
+
+Cached = torch.Tensor | QuantizedPart
+"""The keys or the values of a layer."""
 
 _ROWS = 512
 """Queries of a chunk that attend at once within a window: their keys are few more than it has."""
@@ -63,11 +67,17 @@ class BlockAttention:
         """Write, then attend: see `Attention.attend`."""
         if isinstance(paged, MixedContext):
             return attend_in_parts(self.attend, query, key, value, layer, paged, spec, sinks)
-        keys, values = paged.cache.key(layer), paged.cache.value(layer)
+        keys: Any = paged.cache.key(layer)
+        values: Any = paged.cache.value(layer)
+        is_quantized = keys.dtype is not key.dtype
+        if is_quantized:
+            keys, values = QuantizedPart(keys, key.dtype), QuantizedPart(values, key.dtype)
         # Finite, because the next owner of a block adds a bias to what it has not overwritten yet.
         for part, given in ((keys, key), (values, value)):
             rows = given[0].transpose(0, 1).nan_to_num(0.0, 0.0, 0.0)
             part[paged.write_blocks, :, paged.write_offsets] = rows
+        if is_quantized:  # so that a chunk's result does not depend on where the prompt was cut
+            key, value = keys.rounded(key), values.rounded(value)
         if isinstance(paged, PromptContext):
             return _attend_prompt(query, key, value, keys, values, paged, spec, sinks)
         if isinstance(paged, RaggedContext):
@@ -97,8 +107,8 @@ def _attend_prompt(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
+    cached_keys: Cached,
+    cached_values: Cached,
     paged: PromptContext,
     spec: LayerSpec,
     sinks: torch.Tensor | None,
@@ -123,8 +133,8 @@ def _attend_ragged(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
+    cached_keys: Cached,
+    cached_values: Cached,
     paged: RaggedContext,
     spec: LayerSpec,
     sinks: torch.Tensor | None,
@@ -179,8 +189,8 @@ def _attend_narrowly(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
+    cached_keys: Cached,
+    cached_values: Cached,
     chunk: RaggedChunk,
     spec: LayerSpec,
     sinks: torch.Tensor | None,
@@ -240,8 +250,8 @@ def _attend_in_slices(
 
 def _attend_decode(
     query: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
+    cached_keys: Cached,
+    cached_values: Cached,
     paged: DecodeContext,
     spec: LayerSpec,
     sinks: torch.Tensor | None,
@@ -317,6 +327,6 @@ def _by_sequence(flat: torch.Tensor, batch: int) -> torch.Tensor:
     return flat.view(heads, batch, -1, size).transpose(0, 1)
 
 
-def _gather(cached: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def _gather(cached: Cached, blocks: torch.Tensor) -> torch.Tensor:
     """Blocks ``[B, C]`` of a cache ``[blocks, K, S, D]`` as ``[B, K, C * S, D]``."""
     return cached[blocks].transpose(1, 2).flatten(2, 3)

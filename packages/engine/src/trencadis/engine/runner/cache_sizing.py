@@ -16,7 +16,7 @@ from torch import nn
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.decoder_layers import one_layer_of_each_kind
-from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.quantized_cache import CACHE_DTYPES, with_scales
 from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.engine.runner.host_swap import num_host_blocks
 from trencadis.engine.runner.limits import check_memory, num_cache_blocks
@@ -37,7 +37,7 @@ from trencadis.engine.runner.shapes import (
 )
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache import ceil_div
-from trencadis.kvcache.tensors import KVCache, bytes_per_block
+from trencadis.kvcache.tensors import KVCache, LayerShape, bytes_per_block
 from trencadis.warmup import GRAPH_RESERVED_MEM, MemoryPlan, WarmupError, format_bytes
 
 logger = logging.getLogger("trencadis.engine")
@@ -46,14 +46,15 @@ logger = logging.getLogger("trencadis.engine")
 class CacheSizing:
     """The size of the KV cache of a model on a device, and caches of this layout.
 
-    ``captures_graphs``: whether a share of the memory is left for graphs.
+    ``dtype``: that of the model. ``captures_graphs``: whether a share of the memory is left for
+    graphs.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         device: Device,
-        layers: Sequence[LayerSpec],
+        layers: Sequence[LayerShape],
         dtype: torch.dtype,
         max_model_len: int,
         *,
@@ -61,8 +62,9 @@ class CacheSizing:
     ) -> None:
         self._config = config
         self._device = device
-        self._layers = layers
-        self._dtype = dtype
+        codes = CACHE_DTYPES.get(config.kv_cache_dtype)
+        self._layers = layers if codes is None else with_scales(layers)
+        self._dtype = dtype if codes is None else codes
         self._max_model_len = max_model_len
         self._captures_graphs = captures_graphs
 

@@ -35,6 +35,7 @@ from trencadis.engine.models.logit_head import LogitHead, keep_last_hidden
 from trencadis.engine.models.packed_weight import WeightUse
 from trencadis.engine.models.paged_context import Attention
 from trencadis.engine.models.pooling import embedding_size
+from trencadis.engine.models.quantized_cache import CACHE_DTYPES
 from trencadis.engine.models.rank_loading import DividedModel, divide
 from trencadis.engine.models.rank_modules import least_over_ranks
 from trencadis.engine.models.rank_part import RankPart
@@ -130,6 +131,7 @@ class Worker:
         check_layers(layers, device.supports, self.spec.source)
         check_weight_files(self.spec)
         self._check_weights()
+        self._check_cache_dtype()
         self._check_policy_of_misses()
         self._check_adapters()
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
@@ -162,6 +164,7 @@ class Worker:
         before = self._log_memory(f"Pre-loading model weights on {self._place}", before)
         if self.config.quantization != "none":
             round_weights(self._model, self.config.quantization)
+        self.device.kv_cache_dtype = CACHE_DTYPES.get(self.config.kv_cache_dtype)
         self.device.optimize(self._model)
         if self.config.enable_lora:
             self.adapters.layers = self._make_slots()
@@ -403,6 +406,15 @@ class Worker:
                 f"weights of {form} are not computed on {self.device.name}: serve bf16, or on "
                 "another device",
                 "quantization",
+            )
+
+    def _check_cache_dtype(self) -> None:
+        name = self.config.kv_cache_dtype
+        if name != "auto" and CACHE_DTYPES[name] not in self.device.kv_cache_dtypes:
+            raise ConfigError(
+                f"kv_cache_dtype {name} is not computed on {self.device.name}: leave it out, or "
+                "serve on cpu",
+                "kv_cache_dtype",
             )
 
     def _check_adapters(self) -> None:

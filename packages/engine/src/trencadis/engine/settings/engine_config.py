@@ -75,6 +75,7 @@ MAX_SWAP_BANDWIDTH = 1e6
 """GB/s. The fastest links between device and host have some hundred."""
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+KVCacheDType = Literal["auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
 Quantization = Literal["none", "int8", "int4"]
@@ -334,6 +335,14 @@ class EngineConfig(CapacitySettings):
         parse=parse_size,
         help="most memory for the KV cache, in bytes or as in 2GiB or 512MiB",
         default="what is free, or 1GiB where the device's memory is the host's",
+    )
+    kv_cache_dtype: KVCacheDType = setting_field(
+        "auto",
+        one_of(get_args(KVCacheDType)),
+        "--kv-cache-dtype",
+        group=MEMORY,
+        help="type of the KV cache: auto, that of the weights; or 8 bits with a scale for each "
+        "token and head, in half the memory: int8, or fp8, which is fp8_e4m3, or fp8_e5m2; on cpu",
     )
     async_scheduling: bool | None = setting_field(
         None,

@@ -29,11 +29,16 @@ from trencadis.engine.models.paged_context import (
     RaggedChunk,
     RaggedContext,
 )
+from trencadis.engine.models.quantized_cache import SCALE_BYTES, QuantizedPart
 
 _SOURCE = Path(__file__).with_name("paged_attention.cpp")
 _DTYPES = {torch.bfloat16: 1, torch.float32: 0}
+_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 _TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-4}
 """Largest difference to PyTorch's operations in a trial, where values are about 1."""
+
+_TOLERANCE_OF_CODES = 0.03
+"""The same for a cache of codes: the kernel may round queries to 14 bits."""
 
 _LIMITS = frozenset({"window", "chunk"})
 """Features that decode has by the blocks and the bias that it is given (`DecodeContext.within`)."""
@@ -64,8 +69,10 @@ class AttentionKernel:
     """The functions of the source, compiled for the heads and the type of a model.
 
     They take the arguments of the source, in order. ``prefill`` is None where PyTorch's operations
-    are faster. ``groups`` are the query heads of each KV head. ``widens``: whether prefill
-    multiplies bf16 widened to fp32, or pairs of bf16 (see `load_linear_kernel`).
+    are faster. ``groups`` are the query heads of each KV head. ``cached`` and ``cached_width``: the
+    dtype and the width of a row in the cache, those of a head or of its codes (`quantized_cache`).
+    ``widens``: whether prefill multiplies bf16 widened to fp32, or pairs of bf16 (see
+    `load_linear_kernel`).
     """
 
     decode: Callable[..., int]
@@ -73,6 +80,8 @@ class AttentionKernel:
     groups: int
     head_dim: int
     dtype: torch.dtype
+    cached: torch.dtype
+    cached_width: int
     widens: bool = False
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - kernels live as long as the process
@@ -96,14 +105,16 @@ class AttentionKernel:
         batch, heads, tokens, _ = query.shape
         rows = (batch, keys.shape[1], tokens, self.head_dim)
         return (
-            query.shape[3] == keys.shape[3] == self.head_dim
+            query.shape[3] == self.head_dim
+            and keys.shape[3] == self.cached_width
+            and keys.dtype is self.cached
             and heads == self.groups * keys.shape[1]
             and key.shape == value.shape == rows
-            and all(x.dtype is self.dtype for x in (query, key, value, keys))
+            and all(x.dtype is self.dtype for x in (query, key, value))
         )
 
 
-_WIDENS: dict[tuple[int, int, torch.dtype], bool] = {}
+_WIDENS: dict[tuple[int, int, torch.dtype, torch.dtype], bool] = {}
 """How each kernel multiplies: what was measured once holds for the process, so that a model that
 is loaded again computes the same."""
 
@@ -288,17 +299,20 @@ def attention_kernel_of(
     directory: Path | None = None,
     *,
     trusted: bool = False,
+    cached: torch.dtype | None = None,
 ) -> AttentionKernel:
     """`attention_kernel` for such layers, after a trial. Raises `NoKernel`."""
     heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.key_width
-    kernel = attention_kernel(heads, kv_heads, head_dim, dtype, directory, trusted=trusted)
+    kernel = attention_kernel(
+        heads, kv_heads, head_dim, dtype, directory, trusted=trusted, cached=cached
+    )
     if (lacking := kernel.supports(layer)) is not None:
         raise NoKernel(f"a layer {lacking}")
     found = (False,) if kernel.prefill is None else (True, False)
     ways = {WAYS[way]: attrs.evolve(kernel, widens=way) for way in found}
     for way in ways.values():
         _try(way)
-    key = (kernel.groups, head_dim, dtype)
+    key = (kernel.groups, head_dim, dtype, kernel.cached)
     if _WIDENS.get(key) not in found:
         _WIDENS[key] = fastest("Attention of prefill", ways, _timed(kernel)).widens
     return ways[WAYS[_WIDENS[key]]]
@@ -312,22 +326,30 @@ def attention_kernel(
     directory: Path | None = None,
     *,
     trusted: bool = False,
+    cached: torch.dtype | None = None,
 ) -> AttentionKernel:
     """The kernels for a model, compiled into ``directory`` if it is not there: see `load_kernel`.
 
+    ``cached``: the dtype of a cache of codes; None for one of ``dtype``.
     Raises `NoKernel` where there are none for the model or on this machine.
     """
     if dtype not in _DTYPES:
         raise NoKernel(f"it computes in bf16 and fp32, not in {dtype}")
     if head_dim % _LANES:
         raise NoKernel(f"a head of {head_dim} is not a multiple of {_LANES}")
-    definitions = (f"D={head_dim}", f"G={heads // kv_heads}", f"BF16={_DTYPES[dtype]}")
+    codes = 0 if cached is None else _CODES[cached]
+    definitions = (
+        *(f"D={head_dim}", f"G={heads // kv_heads}"),
+        *(f"BF16={_DTYPES[dtype]}", f"CODES={codes}"),
+    )
     library = load_kernel(_SOURCE, definitions, directory, trusted=trusted)
     decode, prefill = library.decode_attention, getattr(library, "prefill_attention", None)
     decode.argtypes, decode.restype = _DECODE, ctypes.c_int
     if prefill is not None:
         prefill.argtypes, prefill.restype = _PREFILL, ctypes.c_int
-    return AttentionKernel(decode, prefill, heads // kv_heads, head_dim, dtype)
+    width = head_dim + SCALE_BYTES if codes else head_dim
+    groups = heads // kv_heads
+    return AttentionKernel(decode, prefill, groups, head_dim, dtype, cached or dtype, width)
 
 
 _TRIAL_BLOCKS, _TRIAL_KV_HEADS, _TRIAL_BLOCK_SIZE = 8, 2, 24
@@ -344,7 +366,8 @@ def _try(kernel: AttentionKernel) -> None:
             for attention in (CPUAttention(), CPUAttention(kernel))
         )
         error = (result.float() - expected.float()).abs().max().item()
-        if not error <= _TOLERANCE[dtype]:
+        most = _TOLERANCE[dtype] if kernel.cached is dtype else _TOLERANCE_OF_CODES
+        if not error <= most:
             raise NoKernel(f"its result is off by {error:.3g}")
 
 
@@ -365,8 +388,18 @@ def _trial_spec(kernel: AttentionKernel) -> LayerSpec:
 
 
 def _trial_cache(kernel: AttentionKernel) -> torch.Tensor:
-    shape = (2, _TRIAL_BLOCKS, _TRIAL_KV_HEADS, _TRIAL_BLOCK_SIZE, kernel.head_dim)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(kernel.dtype)
+    blocks, size = _TRIAL_BLOCKS, _TRIAL_BLOCK_SIZE
+    shape = (2 * blocks, size, _TRIAL_KV_HEADS, kernel.head_dim)
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(kernel.dtype)
+    if kernel.cached is kernel.dtype:
+        held = rows.transpose(1, 2).contiguous()
+        return held.view(2, blocks, *held.shape[1:])
+    held = torch.zeros(
+        *(2 * blocks, _TRIAL_KV_HEADS, size, kernel.cached_width), dtype=kernel.cached
+    )
+    part, numbers = QuantizedPart(held, kernel.dtype), torch.arange(2 * blocks * size)
+    part[numbers // size, :, numbers % size] = rows.flatten(0, 1)
+    return held.view(2, blocks, *held.shape[1:])
 
 
 def _trial_rows(

@@ -35,6 +35,7 @@ from trencadis.engine.models.adapter_layers import AdapterKernel
 from trencadis.engine.models.layer_spec import LayerSpec, spec_of
 from trencadis.engine.models.packed_weight import QuantizedLinear, WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention, LayerRun
+from trencadis.engine.models.quantized_cache import CACHE_DTYPES
 from trencadis.engine.models.rank_modules import least_over_ranks
 from trencadis.engine.models.replaced_layers import FoundLayer, layers_of, replace_layers
 
@@ -65,6 +66,7 @@ class CPUDevice(Device):
     shares_host_memory = True
     lists_programs = True
     collectives = "gloo"
+    kv_cache_dtypes = frozenset(CACHE_DTYPES.values())
 
     def __init__(
         self,
@@ -209,7 +211,9 @@ class CPUDevice(Device):
     def _attention_of(self, model: nn.Module) -> CPUAttention:
         layer, dtype = spec_of(model), next(model.parameters()).dtype
         try:
-            kernel = attention_kernel_of(layer, dtype, self._kernels, trusted=self._trusted)
+            kernel = attention_kernel_of(
+                *(layer, dtype, self._kernels), trusted=self._trusted, cached=self.kv_cache_dtype
+            )
         except NoKernel as error:
             logger.info("Attention has no kernel of its own and is slower: %s", error)
             return CPUAttention()

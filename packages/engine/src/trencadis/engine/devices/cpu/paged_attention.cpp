@@ -1,9 +1,11 @@
 // Attention over a paged KV cache, for one layer: writes the new keys and values, then attends.
 //
 // Compiled for one model: D is the head size (a multiple of 16), G the query heads of each KV head,
-// BF16 the type (1: bf16, 0: fp32). Softmax and sums are fp32. Layouts are those of
-// `block_attention.py`: the cache of a layer is [blocks, K, S, D]; of the pairs (block, sequence),
-// the first are the blocks 0, 1, 2, ... themselves and the last `num_extra` name their block.
+// BF16 the type (1: bf16, 0: fp32), CODES that of the cache (0: the same, 1: int8, 2: E4M3, 3: E5M2).
+// Softmax and sums are fp32. Layouts are those of `block_attention.py`: the cache of a layer is
+// [blocks, K, S, D]; of the pairs (block, sequence), the first are the blocks 0, 1, 2, ... themselves and
+// the last `num_extra` name their block. A cache of codes is that of `quantized_cache.py`: the D codes of
+// each of the S tokens of a block and head, then a scale in bf16 for each token.
 //
 // The functions return 0, or 1 where there is no memory: then nothing was written. An exception would
 // end the process, so all memory is taken before the first write and before any parallel region.
@@ -14,9 +16,15 @@
 #include <cstring>
 #include <exception>
 #include <vector>
-#if BF16 && defined(__AVX512BF16__)
+#ifdef __AVX512F__
 #include <immintrin.h>
+#endif
+#if BF16 && defined(__AVX512BF16__)
 #define DOT_PRODUCTS (D % 32 == 0)
+#endif
+// Lanes of a product of bytes are integers of 32 bits: see `WholeQuery`.
+#if CODES == 1 && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && D <= 1024
+#define BYTE_PRODUCTS 1
 #endif
 
 // Several libraries of this source are in one process, for models with other heads. Names that are not
@@ -70,6 +78,80 @@ static inline float float_of(uint32_t bits) {
 }
 
 static inline Vector splat(float x) { return x - Vector{}; }
+
+// What the cache holds of a row of D numbers, in units of `Code`, and the numbers of 16 codes.
+#if CODES
+typedef uint8_t Code;
+constexpr int ROW = D + 2;
+
+static inline float scale_of(const Code* scales, int64_t s) {
+    uint16_t bits;
+    std::memcpy(&bits, scales + 2 * s, sizeof bits);
+    return float_of((uint32_t)bits << 16);
+}
+#else
+typedef Scalar Code;
+constexpr int ROW = D;
+
+static inline Vector numbers(const Code* from) { return load(from); }
+#endif
+
+#if CODES == 1
+constexpr float MOST = 127;
+
+static inline Vector numbers(const Code* from) {
+#ifdef __AVX512F__
+    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(16)));
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Integers), Vector);
+#endif
+}
+
+static inline Integers codes_of(Vector x) {
+    const Vector shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    return (Integers)(x + shifter) & 0xff;
+}
+#elif CODES
+// FP8: a sign, an exponent and MANTISSA bits.
+constexpr int MANTISSA = CODES == 2 ? 3 : 2, BIAS = CODES == 2 ? 7 : 15, SHIFT = 23 - MANTISSA;
+constexpr float MOST = CODES == 2 ? 448 : 57344;
+
+static inline Vector numbers(const Code* from) {
+    typedef uint8_t Bytes __attribute__((vector_size(16)));
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    // As fp16, which has an exponent of 5 bits.
+    const __m256i signed_words = _mm256_cvtepi8_epi16((__m128i)bytes);
+    const __m256i words = _mm256_and_si256(_mm256_slli_epi16(signed_words, 10 - MANTISSA),
+                                           _mm256_set1_epi16(CODES == 2 ? (int16_t)0xbfff : -1));
+    return (Vector)_mm512_cvtph_ps(words) * (CODES == 2 ? 256.0f : 1.0f);
+#else
+    const Words words = __builtin_convertvector(bytes, Words);
+    const Words magnitude = (words & 0x7f) << SHIFT;
+    // The least normal number has the exponent 1, and so have those below: without its leading 1.
+    const uint32_t one = (uint32_t)(127 - BIAS) << 23;
+    const Vector least = splat(float_of(one + (1u << 23)));
+    const Words below = (Words)((Vector)(magnitude + one + (1u << 23)) - least);
+    const Words found = magnitude < (1u << 23) ? below : magnitude + one;
+    return (Vector)(found | (words & 0x80) << 24);
+#endif
+}
+
+static inline Integers codes_of(Vector x) {
+    const Words bits = (Words)x, magnitude = bits & 0x7fffffff;
+    const uint32_t one = (uint32_t)(127 - BIAS) << 23;
+    const Words normal = (magnitude + ((1u << (SHIFT - 1)) - 1) + (magnitude >> SHIFT & 1) - one) >> SHIFT;
+    // Below the least normal number, to nearest by adding a number whose last bit is that of a code.
+    const float shifter = float_of((uint32_t)(127 - BIAS + 1 + SHIFT) << 23);
+    const Words below = (Words)((Vector)magnitude + shifter) & 0xff;
+    const Words found = magnitude < one + (1u << 23) ? below : normal;
+    return (Integers)(found | bits >> 31 << 7);
+}
+#endif
 
 typedef float Half __attribute__((vector_size(32)));
 typedef float Quarter __attribute__((vector_size(16)));
@@ -125,6 +207,15 @@ static inline void load_pairs(__m512bh* pairs, const Scalar* from) {
     for (int p = 0; p < PAIRS; ++p) pairs[p] = (__m512bh)_mm512_loadu_si512(from + 32 * p);
 }
 
+#if CODES
+// Every code is exact in bf16.
+static inline void load_pairs(__m512bh* pairs, const Code* from) {
+    for (int p = 0; p < PAIRS; ++p)
+        pairs[p] = _mm512_cvtne2ps_pbh((__m512)numbers(from + 32 * p + W),
+                                       (__m512)numbers(from + 32 * p));
+}
+#endif
+
 static inline __m512 folded(__m512 x, __m512 y) {
     return _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
 }
@@ -144,6 +235,74 @@ static inline __m128 scores_of(const __m512bh* query, const __m512bh (*keys)[PAI
         _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps(quarters, 1));
     return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
 }
+#endif
+
+#if BYTE_PRODUCTS
+constexpr int CHUNKS = (D + 63) / 64;  // vectors of bytes of a head
+
+static inline __m512i load_bytes(const Code* from, int chunk) {
+    const int count = std::min(64, D - 64 * chunk);
+    return _mm512_maskz_loadu_epi8(~0ull >> (64 - count), from + 64 * chunk);
+}
+
+static inline __m512i folded(__m512i x, __m512i y) {
+    return _mm512_add_epi32(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
+}
+
+// A query in steps of 1/8191 of its largest number: integers of 14 bits, in two bytes. The instruction
+// takes the bytes of a key from 0 on: 128 more than they are, which `offset` takes off again. Sums are
+// exact, below 2^31.
+struct WholeQuery {
+    __m512i high[CHUNKS], low[CHUNKS];
+    __m128i offset;
+    float step;
+
+    void fill(const Scalar* query) {
+        Vector tops = Vector{}, zeros = Vector{};
+        for (int v = 0; v < DV; ++v) {
+            const Vector x = load(query + v * W), size = x < 0 ? -x : x;
+            tops = size > tops ? size : tops;
+            zeros += x * 0.0f;  // NaN for what is not finite
+        }
+        const float top = largest(tops);
+        const bool is_finite = sum(zeros) == 0;
+        step = is_finite && top > 1e-30f ? top / 8191 : 0;
+        alignas(64) int8_t parts[2][64 * CHUNKS] = {};
+        int32_t total = 0;
+        for (int d = 0; d < D; ++d) {
+            const float x = load(query + d / W * W)[d % W];
+            const int32_t whole = step == 0 ? 0 : (int32_t)std::nearbyint(x / step);
+            parts[0][d] = (int8_t)(whole >> 7);
+            parts[1][d] = (int8_t)(whole & 127);
+            total += whole;
+        }
+        std::memcpy(high, parts[0], sizeof high);
+        std::memcpy(low, parts[1], sizeof low);
+        offset = _mm_set1_epi32(128 * total);
+        if (!is_finite) step = NAN;
+    }
+
+    // Products with four keys, in units of the steps of both.
+    __m128 scores_of(const __m512i (*keys)[CHUNKS]) const {
+        __m512i sums[4];
+        for (int i = 0; i < 4; ++i) {
+            __m512i of_high = _mm512_setzero_si512(), of_low = _mm512_setzero_si512();
+            for (int c = 0; c < CHUNKS; ++c) {
+                of_high = _mm512_dpbusd_epi32(of_high, keys[i][c], high[c]);
+                of_low = _mm512_dpbusd_epi32(of_low, keys[i][c], low[c]);
+            }
+            sums[i] = _mm512_add_epi32(_mm512_slli_epi32(of_high, 7), of_low);
+        }
+        const __m512i a = folded(sums[0], sums[1]), b = folded(sums[2], sums[3]);
+        const __m512i quarters =
+            _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+        const __m256i halves = _mm256_add_epi32(_mm512_castsi512_si256(quarters),
+                                                _mm512_extracti64x4_epi64(quarters, 1));
+        const __m128i all = _mm_add_epi32(_mm256_castsi256_si128(halves),
+                                          _mm256_extracti128_si256(halves, 1));
+        return _mm_cvtepi32_ps(_mm_sub_epi32(all, offset));
+    }
+};
 #endif
 
 // A partial softmax: the largest score, the sum of exponentials, the values weighted by them.
@@ -167,31 +326,37 @@ static inline int64_t place_of(int64_t pair, const int64_t* extra, int64_t num_p
 // Blocks lie anywhere in memory, and the processor's own prefetch ends with a page of 4 KiB: a key or
 // value of the next block is fetched with each one of this block. Into the second cache: the first
 // has room for too few requests to memory.
-static inline void fetch(const Scalar* row) {
-    for (size_t byte = 0; byte < D * sizeof(Scalar); byte += 64)
+static inline void fetch(const Code* row) {
+    for (size_t byte = 0; byte < D * sizeof(Code); byte += 64)
         __builtin_prefetch((const char*)row + byte, 0, 2);
 }
 
 // `after`: where the block lies that is read next, from `keys` and from `values`; any place will do.
 static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_stride, float scale,
-                          const Scalar* keys, const Scalar* values, int64_t block_stride,
+                          const Code* keys, const Code* values, int64_t block_stride,
                           const int32_t* pairs, int32_t num_pairs, const int64_t* extra,
                           int64_t num_prefix, const float* bias, int64_t S, int64_t after) {
     Vector q[G][DV], weighted[G][DV];
     float peak[G], total[G];
     for (int g = 0; g < G; ++g) {
         for (int v = 0; v < DV; ++v) {
-            q[g][v] = load(query + g * query_stride + v * W) * scale;
+            q[g][v] = load(query + g * query_stride + v * W) * (CODES ? 1.0f : scale);
             weighted[g][v] = Vector{};
         }
         peak[g] = -INFINITY;
         total[g] = 0;
     }
-#if DOT_PRODUCTS
+#if BYTE_PRODUCTS
+    WholeQuery whole[G];
+    for (int g = 0; g < G; ++g) whole[g].fill(query + g * query_stride);
+#elif DOT_PRODUCTS
     __m512bh q_pairs[G][PAIRS];
     for (int g = 0; g < G; ++g) load_pairs(q_pairs[g], query + g * query_stride);
 #endif
     alignas(64) float weights[G][STRIP];
+#if CODES
+    alignas(64) float key_scales[STRIP] = {}, value_scales[STRIP] = {};
+#endif
     int64_t next_place = place_of(pairs[0], extra, num_prefix, block_stride);
     for (int32_t i = 0; i < num_pairs; ++i) {
         const int64_t pair = pairs[i], place = next_place;
@@ -200,12 +365,38 @@ static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_s
         for (int64_t from = 0; from < S; from += STRIP) {
             const int count = (int)std::min<int64_t>(STRIP, S - from);
             const int padded = (count + W - 1) / W * W;
-            const Scalar *key = keys + place + from * D, *value = values + place + from * D;
-            const Scalar* next_key = keys + next_place + from * D;
-            const Scalar* next_value = values + next_place + from * D;
+            const Code *key = keys + place + from * D, *value = values + place + from * D;
+            const Code* next_key = keys + next_place + from * D;
+            const Code* next_value = values + next_place + from * D;
             const float* shift = bias + pair * S + from;
             int scored = 0;
-#if DOT_PRODUCTS
+#if CODES
+            for (int s = 0; s < count; ++s) {
+                key_scales[s] = scale_of(keys + place + S * D, from + s) * scale;
+                value_scales[s] = scale_of(values + place + S * D, from + s);
+            }
+            for (int s = 0; s < count; s += 32) {
+                __builtin_prefetch(keys + next_place + S * D + 2 * (from + s), 0, 2);
+                __builtin_prefetch(values + next_place + S * D + 2 * (from + s), 0, 2);
+            }
+#endif
+#if BYTE_PRODUCTS
+            for (; scored + 4 <= count; scored += 4) {
+                __m512i k[4][CHUNKS];
+                for (int n = 0; n < 4; ++n) {
+                    for (int c = 0; c < CHUNKS; ++c)
+                        k[n][c] = _mm512_xor_si512(load_bytes(key + (scored + n) * D, c),
+                                                   _mm512_set1_epi8(-128));
+                    fetch(next_key + (scored + n) * D);
+                }
+                const __m128 bias_of = _mm_loadu_ps(shift + scored);
+                const __m128 scales = _mm_loadu_ps(key_scales + scored);
+                for (int g = 0; g < G; ++g)
+                    _mm_storeu_ps(weights[g] + scored,
+                                  _mm_fmadd_ps(whole[g].scores_of(k),
+                                               _mm_mul_ps(scales, _mm_set1_ps(whole[g].step)), bias_of));
+            }
+#elif DOT_PRODUCTS
             for (; scored + KEYS <= count; scored += KEYS) {
                 __m512bh k[KEYS][PAIRS];
                 for (int n = 0; n < KEYS; ++n) {
@@ -213,19 +404,28 @@ static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_s
                     fetch(next_key + (scored + n) * D);
                 }
                 const __m128 bias_of = _mm_loadu_ps(shift + scored);
+#if CODES
+                const __m128 scales = _mm_loadu_ps(key_scales + scored);
+#else
+                const __m128 scales = _mm_set1_ps(scale);
+#endif
                 for (int g = 0; g < G; ++g)
                     _mm_storeu_ps(weights[g] + scored,
-                                  _mm_fmadd_ps(scores_of(q_pairs[g], k), _mm_set1_ps(scale), bias_of));
+                                  _mm_fmadd_ps(scores_of(q_pairs[g], k), scales, bias_of));
             }
 #endif
             for (int s = scored; s < count; ++s) {
                 Vector k[DV];
-                for (int v = 0; v < DV; ++v) k[v] = load(key + s * D + v * W);
+                for (int v = 0; v < DV; ++v) k[v] = numbers(key + s * D + v * W);
                 fetch(next_key + s * D);
                 for (int g = 0; g < G; ++g) {
                     Vector product = q[g][0] * k[0];
                     for (int v = 1; v < DV; ++v) product += q[g][v] * k[v];
+#if CODES
+                    weights[g][s] = sum(product) * key_scales[s] + shift[s];
+#else
                     weights[g][s] = sum(product) + shift[s];
+#endif
                 }
             }
             for (int g = 0; g < G; ++g) {
@@ -240,8 +440,11 @@ static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_s
                 Vector sums = Vector{};
                 for (int s = 0; s < padded; s += W) {
                     Vector x = exponential(loadf(weights[g] + s) - top);
-                    std::memcpy(weights[g] + s, &x, sizeof x);
                     sums += x;
+#if CODES
+                    x *= loadf(value_scales + s);
+#endif
+                    std::memcpy(weights[g] + s, &x, sizeof x);
                 }
                 peak[g] = top;
                 total[g] = total[g] * ratio + sum(sums);
@@ -249,7 +452,7 @@ static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_s
             }
             for (int s = 0; s < count; ++s) {
                 Vector x[DV];
-                for (int v = 0; v < DV; ++v) x[v] = load(value + s * D + v * W);
+                for (int v = 0; v < DV; ++v) x[v] = numbers(value + s * D + v * W);
                 fetch(next_value + s * D);
                 for (int g = 0; g < G; ++g)
                     for (int v = 0; v < DV; ++v) weighted[g][v] += weights[g][s] * x[v];
@@ -277,12 +480,37 @@ static void combine(Scalar* out, const Partial* partials, int64_t count) {
     }
 }
 
-// The key or value of one token, for all heads, into the cache.
-static void write_row(Scalar* to, const Scalar* from, int64_t heads, int64_t from_head,
-                      int64_t to_head) {
+// The key or value of one token, for all heads, into the cache, at an offset in blocks that begin at `to`.
+static void write_row(Code* to, int64_t offset, const Scalar* from, int64_t heads, int64_t from_head,
+                      int64_t to_head, int64_t S) {
     // Finite: the next owner of a block adds a bias to what it has not overwritten yet.
-    for (int64_t k = 0; k < heads; ++k)
-        for (int d = 0; d < D; ++d) to[k * to_head + d] = bounded(from[k * from_head + d]);
+    for (int64_t k = 0; k < heads; ++k, from += from_head, to += to_head) {
+        Scalar row[D];
+        for (int d = 0; d < D; ++d) row[d] = bounded(from[d]);
+#if CODES
+        Vector tops = Vector{};
+        for (int v = 0; v < DV; ++v) {
+            const Vector x = load(row + v * W), size = x < 0 ? -x : x;
+            tops = size > tops ? size : tops;
+        }
+        // Up to the next bf16, so that no number is beyond the largest code.
+        const float top = largest(tops) / MOST;
+        uint32_t bits;
+        std::memcpy(&bits, &top, sizeof bits);
+        bits = (bits + 0xffff) >> 16;
+        const float scale = float_of(bits << 16);
+        const bool is_zero = !(scale >= __FLT_MIN__);
+        const uint16_t stored = is_zero ? 0 : (uint16_t)bits;
+        for (int v = 0; v < DV; ++v) {
+            const Integers codes = is_zero ? Integers{} : codes_of(load(row + v * W) / scale);
+            for (int i = 0; i < W; ++i) to[offset * D + v * W + i] = (Code)codes[i];
+        }
+        std::memcpy(to + S * D + 2 * offset, &stored, sizeof stored);
+#else
+        (void)S;
+        std::memcpy(to + offset * D, row, sizeof row);
+#endif
+    }
 }
 
 }  // namespace
@@ -293,12 +521,12 @@ static void write_row(Scalar* to, const Scalar* from, int64_t heads, int64_t fro
 extern "C" int decode_attention(
     const Scalar* query, int64_t query_head, int64_t query_row, const Scalar* key,
     const Scalar* value, int64_t key_head, int64_t key_row, int64_t value_head, int64_t value_row,
-    Scalar* out, Scalar* keys, Scalar* values, const int64_t* write_blocks,
+    Scalar* out, Code* keys, Code* values, const int64_t* write_blocks,
     const int64_t* write_offsets, const int64_t* owners, const float* bias, const int64_t* extra,
     int64_t num_extra, int64_t N, int64_t B, int64_t K, int64_t S, int64_t scale_bits,
     int64_t num_threads) try {
     const float scale = float_of((uint32_t)scale_bits);
-    const int64_t head_stride = S * D, block_stride = K * head_stride;
+    const int64_t head_stride = S * ROW, block_stride = K * head_stride;
 
     // Pairs by owner. Row B takes those without one.
     std::vector<int32_t> first(B + 2, 0), pairs(N);
@@ -334,9 +562,9 @@ extern "C" int decode_attention(
     {
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < B; ++b) {
-            const int64_t to = write_blocks[b] * block_stride + write_offsets[b] * D;
-            write_row(keys + to, key + b * key_row, K, key_head, head_stride);
-            write_row(values + to, value + b * value_row, K, value_head, head_stride);
+            const int64_t to = write_blocks[b] * block_stride, offset = write_offsets[b];
+            write_row(keys + to, offset, key + b * key_row, K, key_head, head_stride, S);
+            write_row(values + to, offset, value + b * value_row, K, value_head, head_stride, S);
             std::memset(out + b * K * G * D, 0, sizeof(Scalar) * K * G * D);
         }
 #pragma omp for schedule(dynamic, at_once)
@@ -388,18 +616,35 @@ struct Queries {
 };
 
 struct Cache {
-    const Scalar *keys, *values;
+    const Code *keys, *values;
     int64_t block_stride, head_stride, S;
     const int64_t *write_blocks, *write_offsets;
 
-    // Where the key or value of a position of a chunk is, from the start of either.
-    int64_t place(const Chunk& chunk, int64_t head, int64_t position) const {
+    // The key and the value of a position of a chunk; `room` is for what is not there as it is used.
+    void read(const Chunk& chunk, int64_t head, int64_t position, const Scalar*& key,
+              const Scalar*& value, Scalar (&room)[2][D]) const {
         const int64_t token = chunk.start + position - chunk.context;
         const bool is_new = position >= chunk.context;
         const int64_t block = is_new ? write_blocks[token] : chunk.blocks[position / S];
         const int64_t offset = is_new ? write_offsets[token] : position % S;
-        return block * block_stride + head * head_stride + offset * D;
+        const int64_t begin = block * block_stride + head * head_stride;
+#if CODES
+        key = expand(keys + begin, offset, room[0]);
+        value = expand(values + begin, offset, room[1]);
+#else
+        (void)room;
+        key = keys + begin + offset * D;
+        value = values + begin + offset * D;
+#endif
     }
+
+#if CODES
+    const Scalar* expand(const Code* strip, int64_t offset, Scalar* to) const {
+        const float scale = scale_of(strip + S * D, offset);
+        for (int v = 0; v < DV; ++v) store(to + v * W, numbers(strip + offset * D + v * W) * scale);
+        return to;
+    }
+#endif
 };
 
 // Values too small to be normal count as 0, as in the instruction for pairs of bf16: products of fp32
@@ -488,17 +733,17 @@ struct Packed {
         for (int s = 0; s < TILE; s += 2) {
             static const Scalar none[D] = {};
             const Scalar* pair[2] = {none, none};
+            Scalar room[2][2][D];
             for (int i = 0; i < 2; ++i) {
                 int32_t* column = keys + s / COLUMNS * COLUMNS * D / 2 + s % COLUMNS + i;
                 if (s + i >= count) {
                     for (int u = 0; u < D / 2; ++u) column[u * COLUMNS] = 0;
                     continue;
                 }
-                const int64_t place = cache.place(chunk, head, first + s + i);
-                const Scalar* key = cache.keys + place;
+                const Scalar* key;
+                cache.read(chunk, head, first + s + i, key, pair[i], room[i]);
                 for (int u = 0; u < D / 2; ++u)
                     std::memcpy(column + u * COLUMNS, key + 2 * u, sizeof *column);
-                pair[i] = cache.values + place;
             }
             for (int d = 0; d < D; d += W)
                 _mm512_store_si512(
@@ -601,10 +846,10 @@ static void attend_queries(const Queries& item, const Chunk& chunk, const Cache&
 extern "C" int prefill_attention(
     const Scalar* query, int64_t query_head, int64_t query_row, const Scalar* key,
     const Scalar* value, int64_t key_head, int64_t key_row, int64_t value_head, int64_t value_row,
-    Scalar* out, Scalar* keys, Scalar* values, const int64_t* write_blocks,
+    Scalar* out, Code* keys, Code* values, const int64_t* write_blocks,
     const int64_t* write_offsets, const Chunk* chunks, int64_t num_chunks, int64_t T, int64_t K,
     int64_t S, float scale, int64_t num_threads, int64_t widens) try {
-    const Cache cache{keys, values, K * S * D, S * D, S, write_blocks, write_offsets};
+    const Cache cache{keys, values, K * S * ROW, S * ROW, S, write_blocks, write_offsets};
     int64_t count = 0;
     for (int64_t i = 0; i < num_chunks; ++i) count += chunks[i].blocks_of_queries() * K;
     std::vector<Queries> items;
@@ -621,9 +866,9 @@ extern "C" int prefill_attention(
         const WithoutDenormals flushing;
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < end; ++t) {
-            const int64_t to = write_blocks[t] * cache.block_stride + write_offsets[t] * D;
-            write_row(keys + to, key + t * key_row, K, key_head, cache.head_stride);
-            write_row(values + to, value + t * value_row, K, value_head, cache.head_stride);
+            const int64_t to = write_blocks[t] * cache.block_stride, offset = write_offsets[t];
+            write_row(keys + to, offset, key + t * key_row, K, key_head, cache.head_stride, S);
+            write_row(values + to, offset, value + t * value_row, K, value_head, cache.head_stride, S);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < count; ++i)

@@ -1,0 +1,264 @@
+"""A KV cache in 8 bits: what it stores, who reads it, and what it changes for a user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_families import save_family
+
+from trencadis.engine import LLM, ConfigError, EngineConfig, GenerateRequest, SamplingParams
+from trencadis.engine.core.engine_core import EngineCore
+from trencadis.engine.devices import CPUDevice
+from trencadis.engine.devices.cpu import attention as cpu_attention
+from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel
+from trencadis.engine.models.quantized_cache import CACHE_DTYPES, QuantizedPart, with_scales
+from trencadis.kvcache.copy_plan import BlockCopy
+from trencadis.kvcache.tensors import KVCache, LayerShape
+
+CODES = list(dict.fromkeys(CACHE_DTYPES.values()))
+LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448, torch.float8_e5m2: 57344}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+PROMPTS = [[5, *range(60, 60 + n)] for n in (3, 25, 31, 40)] + [
+    [*range(100, 124), n] for n in (1, 2, 3)
+]
+
+kinds = pytest.mark.parametrize("codes", CODES, ids=lambda codes: str(codes).split(".")[1])
+
+
+def all_numbers(codes: torch.dtype) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The finite numbers that the 256 codes mean, by the definition of their format."""
+    if codes is torch.int8:
+        return np.arange(-127, 128).astype(np.float64)
+    mantissa, bias = (3, 7) if codes is torch.float8_e4m3fn else (2, 15)
+    code = np.arange(128)
+    exponent, fraction = code >> mantissa, code % (1 << mantissa) / (1 << mantissa)
+    numbers = np.where(
+        exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias)
+    )
+    numbers = numbers[numbers <= LARGEST[codes]]
+    return np.concatenate((-numbers[::-1], numbers[1:]))
+
+
+rows = st.tuples(st.sampled_from([8, 16, 20]), st.integers(-100, 100), st.integers(0, 2**31))
+
+
+@kinds
+@settings(max_examples=150, deadline=None)
+@given(rows)
+def test_a_number_becomes_the_nearest_multiple_of_the_scale(
+    codes: torch.dtype, drawn: tuple[int, int, int]
+) -> None:
+    width, exponent, seed = drawn
+    row = torch.randn(width, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    held = torch.zeros(3, 2, 4, width + 2, dtype=codes)
+    part = QuantizedPart(held, torch.float32)
+    part[torch.tensor([2]), :, torch.tensor([3])] = torch.stack((row, 0 * row))[None]
+    found = part[torch.tensor([2])][0, :, 3]
+    # The scale that the row's largest number asks for, up to the next number of 8 bits.
+    least = row.abs().max().double().item() / LARGEST[codes]
+    step = 2.0 ** (np.floor(np.log2(least)) - 7)
+    for scale in (np.ceil(least / step * (1 - 1e-7)) * step, np.ceil(least / step) * step):
+        near = scale * all_numbers(codes)
+        error = np.abs(row.double().numpy()[:, None] - near).min(1)
+        if np.allclose(np.abs(found[0].double().numpy() - row.double().numpy()), error, rtol=1e-4):
+            break
+    else:
+        raise AssertionError((row, found[0]))
+    assert not found[1].any()
+    assert not part[torch.tensor([0, 1])].any()
+
+
+@pytest.mark.parametrize(
+    ("codes", "dtype", "width", "groups"),
+    [
+        *((codes, torch.bfloat16, 64, 3) for codes in CODES),
+        (torch.int8, torch.float32, 48, 1),
+        *(
+            pytest.param(codes, dtype, width, groups, marks=pytest.mark.slow)
+            for codes in CODES
+            for dtype in (torch.bfloat16, torch.float32)
+            for width, groups in ((16, 1), (80, 3), (128, 8), (192, 1))
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kernels_store_the_same_bytes_and_attend_alike(
+    codes: torch.dtype, dtype: torch.dtype, width: int, groups: int, threads: int
+) -> None:
+    kernel = attention_kernel(groups, 1, width, dtype, cached=codes)
+    spec, held = cpu_attention._trial_spec(kernel), cpu_attention._trial_cache(kernel)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for make_context, tokens in (
+            (cpu_attention._trial_decode, 3),
+            (cpu_attention._trial_prefill, 40),
+        ):
+            given_rows = cpu_attention._trial_rows(kernel, tokens)
+            given_rows[1][0, 0, 1] = 0.0
+            given_rows[2][0, 1, 2] *= 1e-30
+            caches = held.clone(), held.clone()
+            outs = [
+                attention.attend(*given_rows, 0, make_context(cache), spec)
+                for attention, cache in zip(
+                    (CPUAttention(), CPUAttention(kernel)), caches, strict=True
+                )
+            ]
+            tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-3
+            torch.testing.assert_close(*outs, atol=tolerance, rtol=tolerance)
+            written = [cache[:, 1:].view(torch.uint8) for cache in caches]  # without padding
+            assert torch.equal(*written)
+            assert not torch.equal(written[0], held[:, 1:].view(torch.uint8))
+    finally:
+        torch.set_num_threads(before)
+
+
+@kinds
+def test_a_query_that_is_not_a_number_gives_none(codes: torch.dtype) -> None:
+    kernel = attention_kernel(3, 1, 64, torch.bfloat16, cached=codes)
+    query, key, value = cpu_attention._trial_rows(kernel, 3)
+    query[0, 1, 1, 5] = torch.nan
+    context = cpu_attention._trial_decode(cpu_attention._trial_cache(kernel))
+    spec = cpu_attention._trial_spec(kernel)
+    out = CPUAttention(kernel).attend(query, key, value, 0, context, spec)
+    assert out[0, 1, 1].isnan().all()
+    assert out[0, 0].isfinite().all()
+    assert out[0, 2].isfinite().all()
+
+
+@kinds
+def test_scales_move_with_their_blocks(codes: torch.dtype) -> None:
+    layers = [LayerShape(2, 16, 8), LayerShape(1, 20, 20)]
+    cache = KVCache(
+        layers=with_scales(layers), num_blocks=6, block_size=4, dtype=codes, num_host_blocks=3
+    )
+    expected = {}
+    for layer in range(2):
+        for held in (cache.key(layer), cache.value(layer)):
+            part = QuantizedPart(held, torch.float32)
+            blocks, _, size, width = part.shape
+            slots = torch.arange(blocks * size)
+            numbers = (
+                torch.randn(len(slots), part.shape[1], width) * 10.0 ** (slots % 7)[:, None, None]
+            )
+            part[slots // size, :, slots % size] = numbers
+            expected[held.data_ptr()] = part[:].clone()
+    cache.swap_out([BlockCopy(1, 2), BlockCopy(5, 0)])
+    cache.copy([BlockCopy(2, 1), BlockCopy(1, 2), BlockCopy(3, 5)])
+    cache.swap_in([BlockCopy(2, 3), BlockCopy(0, 4)])
+    for layer in range(2):
+        for held in (cache.key(layer), cache.value(layer)):
+            moved = expected[held.data_ptr()][[0, 2, 1, 1, 5, 3]]
+            assert torch.equal(QuantizedPart(held, torch.float32)[:], moved)
+
+
+def serve(model: Path, **changes: Any) -> LLM:
+    given_settings = {
+        **{"dtype": "float32", "max_model_len": 64, "warmup": "none", "block_size": 8},
+        **{"num_blocks": 80, "device": "cpu", **changes},
+    }
+    return LLM(str(model), **given_settings)
+
+
+def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[tuple[int, ...]]]:
+    answers = llm.generate(PROMPTS, params)
+    return [[tuple(one.token_ids) for one in answer.completions] for answer in answers]
+
+
+@pytest.mark.parametrize("name", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_tokens_are_the_same_whatever_moves_the_blocks(tiny_model: Path, name: str) -> None:
+    expected = tokens(serve(tiny_model, kv_cache_dtype=name))
+    for changes in (
+        {"num_blocks": 19, "num_host_blocks": 40},
+        {"num_blocks": 19, "swap_space": 0},
+        {"max_num_batched_tokens": 12},
+        {"warmup": "full"},
+    ):
+        llm = serve(tiny_model, kv_cache_dtype=name, **changes)
+        for _ in range(2):
+            assert tokens(llm) == expected
+        stats = llm.core.stats
+        assert (stats.num_swaps > 0) == ("num_host_blocks" in changes)
+        assert stats.num_prefix_hit_tokens > 0
+    forked = attrs.evolve(GREEDY, n=2)
+    assert tokens(serve(tiny_model, kv_cache_dtype=name), forked) == [2 * one for one in expected]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt-oss",
+        "DeepSeek V3",
+        pytest.param("Mistral v0.1", marks=pytest.mark.slow),
+        pytest.param("Gemma 2", marks=pytest.mark.slow),
+    ],
+)
+def test_windows_sinks_and_other_widths_are_near_a_cache_of_the_models_dtype(
+    family: str, tmp_path: Path, add_tokenizer: Callable[[Path], None]
+) -> None:
+    add_tokenizer(save_family(family, tmp_path))
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for changes in ({}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int8"}):
+        cut = {"max_num_batched_tokens": 12} if len(found) == 2 else {}
+        answers = serve(tmp_path, **changes, **cut).generate(PROMPTS, params)
+        found.append(
+            [
+                position.chosen.logprob
+                for answer in answers
+                for position in answer.prompt_logprobs or ()
+                if position is not None
+            ]
+        )
+    plain, whole, cut_up = map(torch.tensor, found)
+    assert not torch.equal(plain, whole)
+    assert (plain - whole).abs().mean() < 0.05 * plain.abs().mean()
+    torch.testing.assert_close(cut_up, whole, atol=1e-2, rtol=1e-2)
+
+
+def test_the_same_memory_has_nearly_twice_the_blocks(tiny_model: Path) -> None:
+    plain, coded = (
+        serve(tiny_model, dtype="bfloat16", num_blocks=None, kv_cache_memory=1 << 18, **changes)
+        for changes in ({}, {"kv_cache_dtype": "int8"})
+    )
+    ratio = 2 * 16 / (16 + 2)  # heads of 16
+    found = [llm.core.executor.worker.cache.num_blocks for llm in (plain, coded)]
+    assert found[1] == int((1 << 18) // (plain.core.facts.block_bytes / ratio))
+    assert coded.core.facts.block_bytes * ratio == plain.core.facts.block_bytes
+
+
+class HalfDevice(CPUDevice):
+    """A device whose attention has no cache of codes."""
+
+    name = "half"
+    kv_cache_dtypes = frozenset()
+
+
+def test_a_device_without_such_a_cache_refuses_it(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype fp8 is not computed on half: leave it"):
+        serve(tiny_model, kv_cache_dtype="fp8", device=HalfDevice())
+
+
+def test_keys_of_the_prefix_cache_differ_by_dtype(tiny_model: Path) -> None:
+    digests = []
+    for name in ("auto", "int8"):
+        core = EngineCore(
+            EngineConfig(model=str(tiny_model), max_model_len=64, block_size=8, kv_cache_dtype=name)
+        )
+        core.add("one", GenerateRequest(tuple(range(40)), GREEDY))
+        while core.has_work:
+            core.step()
+        index = core.blocks.pool.prefix_index
+        keys = [index.key_of(block) for block in range(core.blocks.config.num_blocks)]
+        digests.append({key.digest for key in keys if key is not None})
+    assert all(len(each) > 4 for each in digests)
+    assert len(set().union(*digests)) == sum(map(len, digests))
