@@ -58,6 +58,10 @@ async def test_each_request_is_answered_as_the_server_answers_it(engine):
     assert results["r0"]["error"] is None
 
 
+OTHER_PATHS = ("/score", "/rerank", "/v2/rerank")
+"""Those of vLLM's and Cohere's clients."""
+
+
 @pytest.mark.asyncio
 async def test_embeddings_and_scores_are_answered_too(engine):
     engine.embedding_size = 4
@@ -67,7 +71,13 @@ async def test_embeddings_and_scores_are_answered_too(engine):
         "/v1/rerank": {"query": "a", "documents": ["b", "a"]},
     }
     lines = [line(n, url, **body) for n, (url, body) in enumerate(bodies.items())]
+    lines += [
+        line(9 + n, url, **bodies[f"/v1{url.removeprefix('/v2')}"])
+        for n, url in enumerate(OTHER_PATHS)
+    ]
     results = await run(engine, lines)
+    for n in range(len(OTHER_PATHS)):
+        assert results[f"r{9 + n}"]["response"]["status_code"] == 200
     embeddings, scores, ranking = (results[f"r{n}"]["response"]["body"] for n in range(3))
     assert [len(each["embedding"]) for each in embeddings["data"]] == [4, 4]
     assert scores["data"][0]["score"] == pytest.approx(1)
@@ -190,6 +200,7 @@ def test_a_file_is_answered_by_a_real_model(tmp_path):
     lines = [line(n, "/v1/completions", **body) for n, body in enumerate(bodies)]
     source.write_text("\n".join([*map(json.dumps, lines), "{"]))
     flags = ("--num-gpu-blocks-override", "64", "--warmup", "none", "--max-num-seqs", "4")
+    flags += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     command = [sys.executable, "-m", "trencadis.server", "run-batch", str(model), *flags]
     command += ["-i", str(source), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -208,6 +219,7 @@ def test_answers_of_yesterday_stay_where_the_engine_does_not_start(capsys, tmp_p
     target.write_text("yesterday\n")
     model = tmp_path / "no model"
     model.mkdir()
-    assert main(["run-batch", "-i", str(source), "-o", str(target), str(model)]) == 1
+    flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]  # as in vLLM
+    assert main(["run-batch", "-i", str(source), "-o", str(target), *flags, str(model)]) == 1
     assert "run-batch: error" in capsys.readouterr().err
     assert target.read_text() == "yesterday\n"

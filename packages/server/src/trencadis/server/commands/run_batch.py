@@ -33,7 +33,7 @@ MAX_RUNNING = 256
 
 URLS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-    *("/v1/embeddings", "/v1/score", "/v1/rerank"),
+    *("/v1/embeddings", "/v1/score", "/v1/rerank", "/score", "/rerank", "/v2/rerank"),
 )
 _RETRIED = ("engine_overloaded", "engine_restarting")
 
