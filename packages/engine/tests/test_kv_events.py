@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from adapters import save_adapter
 
 from trencadis.engine import (
     ConfigError,
@@ -46,6 +48,8 @@ class Subscriber:
         self.next = 0
         """The number of the next message, once there was one; below those of a core."""
         self.topics: set[bytes] = set()
+        self.adapters: dict[int, str | None] = {}
+        """The adapter of each block that was told."""
 
     def receive(self, *, apply: bool = True) -> int:
         """Messages that are there now; with ``apply``, all since the last one that was applied."""
@@ -88,7 +92,7 @@ class Subscriber:
 
     def _store(self, event: dict[str, Any]) -> None:
         assert event["type"] == "BlockStored"
-        assert (event["medium"], event["lora_id"], event["lora_name"]) == ("GPU", None, None)
+        assert (event["medium"], event["lora_id"]) == ("GPU", None)
         parent, size = event["parent_block_hash"], event["block_size"]
         extra = event.get("extra_keys") or [None] * len(event["block_hashes"])
         assert len(event["token_ids"]) == size * len(event["block_hashes"])
@@ -96,6 +100,7 @@ class Subscriber:
             tokens = tuple(event["token_ids"][place * size : (place + 1) * size])
             assert digest not in self.index
             self.index[digest] = parent, tokens, extra[place]
+            self.adapters[digest] = event["lora_name"]
             parent = digest
 
 
@@ -160,10 +165,10 @@ def config_of(model: Path, settings: dict[str, Any], **changes: Any) -> EngineCo
     return EngineConfig(model=str(model), **given | changes)
 
 
-def serve(core: EngineCore, first: int, salt: str | None = None) -> None:
+def serve(core: EngineCore, first: int, salt: str | None = None, lora: str | None = None) -> None:
     prompt = tuple(range(first, first + 20))
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    core.add(str(first), GenerateRequest(prompt, params, cache_salt=salt))
+    core.add(str(first), GenerateRequest(prompt, params, cache_salt=salt, lora=lora))
     while core.has_work:
         core.step()
 
@@ -356,6 +361,14 @@ OF_VLLM = bytes.fromhex(
 at 1.5 s, of rank 0, all cleared; blocks 7 and 2**63 + 5 removed; blocks 1 and 2**63 + 5 stored, of
 two tokens each, 70000, 2, 3, 4, with extra keys ("salt", 1); block 9 after block 1, tokens 5, 6."""
 
+OF_VLLM_WITH_ADAPTER = bytes.fromhex(
+    "93cb3ff80000000000009189a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739101b1"
+    "706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473920102aa626c6f636b5f73697a6502a76c"
+    "6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65a373716caa65787472615f6b6579739192"
+    "c0a2643100"
+)
+"""The same: block 1 of the tokens 1, 2 with ``lora_name`` "sql" and extra keys (None, "d1")."""
+
 
 def test_messages_are_those_of_vllm() -> None:
     def key(number: int, tokens: list[int], parent: BlockKey | None, *extra: Any) -> BlockKey:
@@ -373,6 +386,37 @@ def test_messages_are_those_of_vllm() -> None:
         stored=(first, second, other),
     )
     assert msgspec.msgpack.encode([1.5, list(kv_events(events, 2)), 0]) == OF_VLLM
+
+
+def test_an_adapter_is_named_as_by_vllm() -> None:
+    encoded = encode_extra_keys((None, "d1"))
+    key = BlockKey(bytes(31) + b"\1", array("i", [1, 2]).tobytes(), None, encoded)
+    events = CacheEvents(cleared=False, removed=(), stored=(key,))
+    told = list(kv_events(events, 2, {"d1": "sql"}))
+    assert msgspec.msgpack.encode([1.5, told, 0]) == OF_VLLM_WITH_ADAPTER
+
+
+def test_blocks_are_told_with_the_adapter_that_a_request_named(
+    context: zmq.Context[Any], settings: dict[str, Any], models: list[Path], tmp_path: Path
+) -> None:
+    adapters = {name: save_adapter(models[0], tmp_path / name, seed=ord(name)) for name in "ab"}
+    core = EngineCore(config_of(models[0], settings, enable_lora=True, max_lora_rank=8))
+    try:
+        subscriber = Subscriber(context, settings)
+        for name, path in (("a", adapters["a"]), ("alias", adapters["a"]), ("b", adapters["b"])):
+            core.load_adapter(name, str(path))
+        for first, lora in enumerate((None, "a", "b")):
+            serve(core, 1 + 30 * first, lora=lora)
+        wait_until_known(subscriber, core)
+        assert Counter(subscriber.adapters.values()) == {None: 3, "a": 3, "b": 3}
+        core.add("last", GenerateRequest((200,) * 20, SamplingParams(max_tokens=2), lora="b"))
+        core.unload_adapter("b")
+        while core.has_work:
+            core.step()
+        wait_until_known(subscriber, core)
+        assert Counter(subscriber.adapters.values())["b"] == 5, "it began with that name"
+    finally:
+        core.close()
 
 
 def filled(prompts: int) -> BlockManager:

@@ -50,7 +50,15 @@ def test_the_largest_prompts_have_the_most_tokens_context_and_scores() -> None:
 def test_no_forward_pass_of_a_warm_up_takes_more_than_the_profiling_run(
     lazy_gaudi: Any, tiny_model: Path, environ: dict[str, str]
 ) -> None:
-    core = gaudi(tiny_model, environ)
+    check_warm_up(lazy_gaudi, gaudi(tiny_model, environ))
+
+
+def test_the_profiling_run_computes_adapters(lazy_gaudi: Any, tiny_model: Path) -> None:
+    adapters = {"enable_lora": True, "max_loras": 8, "max_lora_rank": 64}
+    check_warm_up(lazy_gaudi, gaudi(tiny_model, **adapters))
+
+
+def check_warm_up(lazy_gaudi: Any, core: EngineCore) -> None:
     grids = core.executor.worker.grids
     buckets = {Phase.PROMPT: grids.prompt.buckets, Phase.DECODE: grids.decode.buckets}
     profiled = profiled_peak(core, lazy_gaudi)

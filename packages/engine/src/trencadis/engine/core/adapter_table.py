@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Set
 
 import attrs
 
@@ -35,7 +35,8 @@ class AdapterTable:
 
     def __init__(self) -> None:
         self._by_name: dict[str, NamedAdapter] = {}
-        self._retired: set[str] = set()
+        self._retired: dict[str, str] = {}
+        """The last name of each content that has none any more."""
 
     def __iter__(self) -> Iterator[NamedAdapter]:
         return iter(tuple(self._by_name.values()))
@@ -44,6 +45,14 @@ class AdapterTable:
     def has_retired(self) -> bool:
         """Whether the content of a removed name is still held."""
         return bool(self._retired)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """A name of each content that requests use: of several the first, of none its last."""
+        names = dict(self._retired)
+        for adapter in self:
+            names.setdefault(adapter.loaded.digest, adapter.name)
+        return names
 
     def digest_of(self, name: str | None) -> str:
         """The content that a request with this adapter uses; empty for None.
@@ -67,7 +76,7 @@ class AdapterTable:
                 f"the adapter {shown(name)} is loaded already: unload it first", "lora_name"
             )
         added = self._by_name[name] = NamedAdapter(name, path, load(path))
-        self._retired.discard(added.loaded.digest)
+        self._retired.pop(added.loaded.digest, None)
         return added
 
     def remove(self, name: str) -> NamedAdapter:
@@ -76,13 +85,14 @@ class AdapterTable:
             raise AdapterError(f"the adapter {shown(name)} is not loaded", "lora_name")
         removed = self._by_name.pop(name)
         if removed.loaded.digest not in self._digests():
-            self._retired.add(removed.loaded.digest)
+            self._retired[removed.loaded.digest] = name
         return removed
 
-    def unused(self, in_use: Collection[str]) -> list[str]:
+    def unused(self, in_use: Set[str]) -> list[str]:
         """The contents without a name that no request uses, once each."""
-        unused = sorted(self._retired.difference(in_use))
-        self._retired.difference_update(unused)
+        unused = sorted(self._retired.keys() - in_use)
+        for digest in unused:
+            del self._retired[digest]
         return unused
 
     def restore(

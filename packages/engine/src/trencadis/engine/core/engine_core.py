@@ -574,4 +574,4 @@ class EngineCore:
     def _publish_events(self, publisher: KVEventPublisher) -> None:
         """Tell what the prefix cache got and lost; later, where too much waits to be told."""
         if publisher.has_space and (events := self.blocks.take_events()):
-            publisher.publish(events, self.blocks.config.block_size)
+            publisher.publish(events, self.blocks.config.block_size, self._adapters.names)

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -80,8 +80,13 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-def kv_events(events: CacheEvents, block_size: int) -> Iterator[KVEvent]:
-    """The events of one message, in the order in which a subscriber applies them."""
+def kv_events(
+    events: CacheEvents, block_size: int, adapters: Mapping[str, str] | None = None
+) -> Iterator[KVEvent]:
+    """The events of one message, in the order in which a subscriber applies them.
+
+    ``adapters``: a name of each adapter, by the digest that is among the extra keys of its blocks.
+    """
     if events.cleared:
         yield AllBlocksCleared()
     if events.removed:
@@ -97,9 +102,15 @@ def kv_events(events: CacheEvents, block_size: int) -> Iterator[KVEvent]:
             block_size=block_size,
             lora_id=None,
             medium=MEDIUM,
-            lora_name=None,
+            lora_name=_adapter_of(chain[0], adapters) if adapters else None,
             extra_keys=[each or None for each in keys] if any(keys) else None,
         )
+
+
+def _adapter_of(key: BlockKey, adapters: Mapping[str, str]) -> str | None:
+    """A name of the adapter with which a block was computed; see `core.request_table`."""
+    extra = decode_extra_keys(key.extra)
+    return adapters.get(str(extra[1])) if len(extra) > 1 else None
 
 
 def _chains(keys: Iterable[BlockKey]) -> Iterator[Sequence[BlockKey]]:
@@ -125,6 +136,7 @@ class _Batch:
     at_s: float
     events: CacheEvents
     block_size: int
+    adapters: Mapping[str, str]
 
 
 class KVEventPublisher:
@@ -168,9 +180,14 @@ class KVEventPublisher:
         """Whether `publish` takes more. Otherwise what is to be told stays where it comes from."""
         return not self._queue.full()
 
-    def publish(self, events: CacheEvents, block_size: int) -> None:
-        """Queue events, for which there must be space. ``block_size`` is in tokens."""
-        self._queue.put_nowait(_Batch(time.time(), events, block_size))
+    def publish(
+        self, events: CacheEvents, block_size: int, adapters: Mapping[str, str] | None = None
+    ) -> None:
+        """Queue events, for which there must be space. ``block_size`` is in tokens.
+
+        ``adapters``: see `kv_events`.
+        """
+        self._queue.put_nowait(_Batch(time.time(), events, block_size, adapters or {}))
 
     def close(self) -> None:
         """Publish what is queued, if that is possible within seconds, and end the thread."""
@@ -211,7 +228,7 @@ class KVEventPublisher:
 
     def _publish(self, batch: _Batch, number: int) -> None:
         """Send the message of a batch, and keep it for replays."""
-        events = list(kv_events(batch.events, batch.block_size))
+        events = list(kv_events(batch.events, batch.block_size, batch.adapters))
         content = self._encoder.encode([batch.at_s, events, 0])
         named = number.to_bytes(8, "big")
         self._published.send_multipart((self._topic, named, content))

@@ -10,11 +10,13 @@ import functools
 import logging
 from collections.abc import Sequence
 
+import attrs
 import torch
 from torch import nn
 
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.models.adapter_layers import AdapterLayers
 from trencadis.engine.models.decoder_layers import one_layer_of_each_kind
 from trencadis.engine.models.quantized_cache import CACHE_DTYPES, with_scales
 from trencadis.engine.runner.forward_runner import ForwardRunner
@@ -22,6 +24,7 @@ from trencadis.engine.runner.host_swap import num_host_blocks
 from trencadis.engine.runner.limits import check_memory, num_cache_blocks
 from trencadis.engine.runner.model_input import (
     ModelInput,
+    adapter_slots,
     build_decode,
     build_prompt,
     lay_out_decodes,
@@ -83,6 +86,7 @@ class CacheSizing:
         prompts: Sequence[PromptShape | RaggedShape],
         read: DecodeRead,
         scorer: PromptScorer | None = None,
+        adapters: AdapterLayers | None = None,
     ) -> MemoryPlan:
         """Run the largest forward passes once, and divide what the largest peak leaves.
 
@@ -91,12 +95,14 @@ class CacheSizing:
         the plan only gets fewer of them by its own. A cache that would be too small without any
         peak is rejected first, with `ConfigError`. ``prompts``: shapes of prefill batches that may
         take the most memory. ``scorer``: what may score the tokens of each.
+        ``adapters``: those of the model, which every batch computes.
         """
         self.num_blocks(self._plan_memory(self._device.free_memory()))
-        lowest = self._lowest_memory(model, prompts, scorer)
+        lowest = self._lowest_memory(model, prompts, scorer, adapters)
         num_blocks = self.num_blocks(self._plan_after_run(lowest), after_run=True)
         decodes = self._largest_decodes(num_blocks, read)
-        return self._plan_after_run(min(lowest, self._lowest_memory(model, decodes, scorer)))
+        of_decodes = self._lowest_memory(model, decodes, scorer, adapters)
+        return self._plan_after_run(min(lowest, of_decodes))
 
     def num_blocks(self, plan: MemoryPlan, *, after_run: bool = False) -> int:
         """Blocks of the KV cache under a plan and the settings. Raises `ConfigError`."""
@@ -168,6 +174,7 @@ class CacheSizing:
         model: nn.Module,
         shapes: Sequence[PromptShape | RaggedShape | DecodeShape],
         scorer: PromptScorer | None,
+        adapters: AdapterLayers | None,
     ) -> int:
         """The least memory that is free while dummy batches of these shapes run, one by one.
 
@@ -177,7 +184,7 @@ class CacheSizing:
         cache = self.make_cache(max((1, *(shape.blocks for shape in decodes))), 0)
         self._device.synchronize()  # a lazy device takes its memory now
         beyond_one = (cache.num_blocks - 1) * self.block_bytes
-        forward_runner = ForwardRunner(model, self._device, cache)
+        forward_runner = ForwardRunner(model, self._device, cache, adapters=adapters)
         upload, free = self._device.upload, []
 
         def run(batch: ModelInput) -> object:
@@ -192,6 +199,9 @@ class CacheSizing:
                 batch = build_decode((), layout, shape, cache, upload)
             else:
                 batch = build_prompt((), shape, cache, upload)
+            if adapters is not None:
+                slots = torch.from_numpy(adapter_slots((), shape, {}))
+                batch = attrs.evolve(batch, adapter_slots=upload(slots))
             self._device.begin_step()
             before = self._device.free_memory()
             with self._shortened(model):

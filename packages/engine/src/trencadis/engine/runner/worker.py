@@ -251,7 +251,8 @@ class Worker:
         kind, before = self.device.name.upper(), self._memory_use()
         free = self.device.free_memory()
         scorer = self._make_scorer(compiled=False)
-        self._memory = sizing.profile(self._model, prompts, self.read, scorer)
+        adapters = self.adapters.layers
+        self._memory = sizing.profile(self._model, prompts, self.read, scorer, adapters)
         self._peak_bytes = max(0, free - self._memory.free_after_profile)
         # With the peak of the run, whose memory stays free: it is none of the plan's.
         logger.info(
