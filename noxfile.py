@@ -246,7 +246,7 @@ def tests_long(session: nox.Session, part: str) -> None:
 
 @nox.session(venv_backend="none")
 def tests_peers(session: nox.Session) -> None:
-    """Runs vLLM's own tests of a server on engine-serve, with the small test model.
+    """Runs vLLM's own tests of a server, of tool calls and of batches, with the small test model.
 
     Those that fail are listed with the reason in tests/peers/vllm_expected.json.
     """

@@ -40,6 +40,7 @@ PASSED = {
     "--runner": 1,
     "--seed": 1,
     "--served-model-name": 1,
+    "--shutdown-timeout": 1,
     "--tool-call-parser": 1,
     "--uds": 1,
     "--api-key": 1,
@@ -57,6 +58,10 @@ DROPPED = {
     "--enable-log-requests": 0,
     "--show-hidden-metrics-for-version": 1,
     "--no-enable-log-requests": 0,
+    "--config-format": 1,
+    "--enable-sleep-mode": 0,
+    "--ignore-patterns": 1,
+    "--tokenizer-mode": 1,
     "--enable-lora": 0,
     "--lora-modules": 2,
     "--max-lora-rank": 1,
@@ -90,11 +95,14 @@ ON_A_CPU = ("--warmup", "none", "--dtype", "float32")
 CONTEXT = 8192
 """That of the small model."""
 
+POOLED = ("e5-small", "bge-", "MiniLM")
+"""Parts of the names of models that do not generate: the small one's embeddings replace them."""
+
 KEPT = 2
 _servers: OrderedDict[tuple[str, ...], ServerProcess] = OrderedDict()
 
 
-def _flags(arguments: list[str]) -> list[str]:
+def flags_of(arguments: list[str]) -> list[str]:
     """Those of vLLM, as engine-serve takes them. Skips the test if they need another model."""
     left = []
     for word in arguments:
@@ -120,6 +128,11 @@ def _flags(arguments: list[str]) -> list[str]:
     return flags
 
 
+def runner_of(model: str) -> list[str]:
+    """The flag that makes the small model one for embeddings, where the test's own is."""
+    return ["--runner", "pooling"] if any(part in model for part in POOLED) else []
+
+
 class RemoteOpenAIServer:
     """Its constructor waits until the server listens; `with` ends nothing, see `end_all`."""
 
@@ -136,9 +149,11 @@ class RemoteOpenAIServer:
         override_hf_configs: dict[str, Any] | None = None,
         **options: object,
     ) -> None:
-        flags = _flags([str(argument) for argument in vllm_serve_args])
+        flags = flags_of([str(argument) for argument in vllm_serve_args])
         if "--served-model-name" not in flags:
             flags += ["--served-model-name", model]
+        if "--runner" not in flags:
+            flags += runner_of(model)
         if seed is not None:
             flags += ["--seed", str(seed)]
         key = (*flags, *(f"{name}={value}" for name, value in (env_dict or {}).items()))

@@ -14,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from pydantic import BaseModel
+from pydantic_core import core_schema
 from transformers import AutoConfig, AutoTokenizer
 
 import trencadis.server
@@ -65,14 +67,34 @@ def stub(name: str) -> Any:
     last = name.rpartition(".")[2]
     if last.endswith(("Error", "Exception")):
         return type(last, (_Error,), {})
-    return _StubType(name, (), {})
+    anything = classmethod(lambda cls, source, handler: core_schema.any_schema())
+    return _StubType(name, (), {"__get_pydantic_core_schema__": anything})
+
+
+class _BatchResponse(BaseModel):
+    status_code: int
+    request_id: str
+    body: Any
+
+
+class _BatchRequestOutput(BaseModel):
+    id: str
+    custom_id: str
+    response: _BatchResponse | None
+    error: Any | None
 
 
 _USED = {
     "get_tokenizer": lambda: AutoTokenizer.from_pretrained,
     "__version__": lambda: trencadis.server.__version__,
+    "BatchRequestOutput": lambda: _BatchRequestOutput,
+    "MiB_bytes": lambda: 1 << 20,
+    "AudioAsset": lambda: lambda name: SimpleNamespace(url=f"https://localhost/{name}"),
+    "current_platform": lambda: SimpleNamespace(is_rocm=lambda: False, is_xpu=lambda: False),
     # Adapters: tests of a server with and without them start one server for both.
-    "hf_api": lambda: lambda: SimpleNamespace(snapshot_download=lambda **options: "adapter"),
+    "hf_api": lambda: (
+        lambda: SimpleNamespace(snapshot_download=lambda *names, **options: "adapter")
+    ),
 }
 """What tests of a server use, by its name in any module."""
 

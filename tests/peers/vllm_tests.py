@@ -11,17 +11,19 @@ import inspect
 import json
 import re
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import vllm_command
 import vllm_server
 import vllm_stub
 
 EXPECTED = Path(__file__).with_name("vllm_expected.json")
-STARTS_A_SERVER = re.compile(r"\bRemote\w+Server\(")
-SECONDS = 60
+STARTS_A_SERVER = re.compile(r'\bRemote\w+Server\(|"run-batch"')
+SECONDS = 180
 """Limit of a test."""
 
 OUTCOMES = ("passed", "failed", "error", "xfailed", "skipped")
@@ -49,6 +51,10 @@ def _starts_a_server(item: pytest.Item) -> bool:
     )
 
 
+def _name_of(item: pytest.Item) -> str:
+    return item.nodeid.removeprefix("tests/").removeprefix("entrypoints/")
+
+
 @pytest.fixture
 def local_asset_server() -> None:
     """Serves the images of tests that need a model for them."""
@@ -62,13 +68,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in kept:
         if "lora" in item.nodeid.partition("[")[2]:
             item.add_marker(pytest.mark.skip(reason="needs adapters (LoRA)"))
-        name = item.nodeid.removeprefix("tests/entrypoints/")
+        name = _name_of(item)
         for listed in (name, name.partition("[")[0], name.partition("::")[0]):
             if listed in marks:
                 seen.add(listed)
                 item.add_marker(marks[listed])
                 break
-    files = {item.nodeid.removeprefix("tests/entrypoints/").partition("::")[0] for item in kept}
+    files = {_name_of(item).partition("::")[0] for item in kept}
     unknown = [name for name in marks if name.partition("::")[0] in files and name not in seen]
     if unknown and not config.option.keyword and "::" not in " ".join(config.args):
         raise pytest.UsageError(f"no such test, remove it from {EXPECTED.name}: {unknown}")
@@ -95,6 +101,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
+
+
+def pytest_configure() -> None:
+    vllm_command.install(Path(tempfile.mkdtemp()))
 
 
 def pytest_sessionfinish() -> None:
