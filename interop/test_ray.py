@@ -218,7 +218,7 @@ def test_the_load_of_an_engine() -> None:
     ("settings", "message"),
     [
         ({"port": 8000}, "port is a setting of what listens, which is Ray: leave it out"),
-        ({"uds": "/tmp/socket"}, "uds is a setting of what listens"),
+        ({"uds": "server.sock"}, "uds is a setting of what listens"),
         ({"max-num-seqs": 0}, "max_num_seqs must be an integer from 1"),
         ({"max-num-seq": 4}, "did you mean --max-num-seqs"),
         ({"deployment": "two"}, "deployment must be options of a deployment"),
