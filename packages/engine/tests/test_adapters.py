@@ -284,6 +284,26 @@ def test_content_that_a_model_in_the_stash_holds_is_dropped_when_it_returns(
     assert digest not in core.executor.worker.adapters
 
 
+def test_a_later_core_has_what_models_had_and_not_what_their_settings_name(
+    tiny_model: Path,
+    adapters: dict[str, Path],
+    reference: Reference,
+    make_tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    first = config(tiny_model, {"a": adapters["adapter-0"]}, served_model_name="first")
+    second = config(make_tiny_model(tmp_path), {}, served_model_name="second")
+    had = {"a": str(adapters["adapter-1"]), "gone": "/nowhere"}
+    core = EngineCore(first, adapters={"first": {}, "second": had})
+    assert not core.adapters
+    core.warm_up()
+    ModelSwitcher(core).reconfigure_engine(config_payload(second), 0)
+    assert [each.name for each in core.adapters] == ["a"], "one that is lost stops nothing"
+    found = serve(core, {"r": GenerateRequest((1, 2, 3), GREEDY, lora="a")})
+    assert found["r"] == reference.tokens("adapter-1", (1, 2, 3), NUM_TOKENS)
+    core.close()
+
+
 @pytest.mark.parametrize("family", ["Llama 4 (text)", "OLMoE", "Qwen 3"])
 def test_without_an_adapter_each_family_has_its_own_tokens(family: str, tmp_path: Path) -> None:
     """Also where a router is a linear layer that gives more than its product."""

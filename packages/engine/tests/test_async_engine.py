@@ -505,7 +505,7 @@ def test_a_core_says_why_it_cannot_serve_and_checks_other_models_while_it_does(
     def serve(model: Path, message: object = None, **changes: object) -> list[object]:
         end = CoreEnd(message)
         monkeypatch.setattr(core_process_module, "CoreChannel", lambda *_: end)
-        run_core(config(model, **changes), "to", "from", QUIET)
+        run_core(config(model, **changes), "to", "from", QUIET, {})
         assert end.sent.pop() == "closed"
         return end.sent
 

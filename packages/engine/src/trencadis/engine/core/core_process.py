@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,13 @@ class LogSettings:
     datefmt: str = "%m-%d %H:%M:%S"
 
 
-def run_core(config: EngineConfig, to_core: str, from_core: str, log: LogSettings) -> None:
+Adapters = Mapping[str, Mapping[str, str]]
+"""The directories of the adapters of models by their names, see `EngineCore`."""
+
+
+def run_core(
+    config: EngineConfig, to_core: str, from_core: str, log: LogSettings, adapters: Adapters
+) -> None:
     """Entry point of the process. Sends `Ready` or `Failed` before anything else."""
     # Its own process group: Ctrl-C in a terminal does not reach the core, because the front decides
     # when it ends, and killing the group also ends the compilers that the core has started.
@@ -92,7 +99,7 @@ def run_core(config: EngineConfig, to_core: str, from_core: str, log: LogSetting
     channel = CoreChannel(to_core, from_core)
     front = os.getppid()
     try:
-        _serve(config, channel, front)
+        _serve(config, channel, front, adapters)
     except ConfigError as error:
         channel.send(Failed("config", str(error)))
     except ModelError as error:
@@ -104,12 +111,12 @@ def run_core(config: EngineConfig, to_core: str, from_core: str, log: LogSetting
         channel.close()
 
 
-def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
+def _serve(config: EngineConfig, channel: CoreChannel, front: int, adapters: Adapters) -> None:
     # Imported here because the front imports this module and must not wait for PyTorch.
     from trencadis.engine.core.engine_core import EngineCore  # noqa: PLC0415
     from trencadis.engine.core.reconfigure import ModelSwitcher  # noqa: PLC0415
 
-    core = EngineCore(config)
+    core = EngineCore(config, adapters=adapters)
     try:
         core.on_busy = lambda reason, limit_s: channel.send(Busy(reason, limit_s))
         report = core.warm_up(stop=lambda: os.getppid() != front)

@@ -76,8 +76,9 @@ class EngineCore:
     process.
 
     ``executor`` and ``thermal`` replace those that ``config`` names. ``clock`` returns seconds for
-    the scheduler. Raises `ModelError` or `ConfigError` when the model cannot be served under
-    ``config``.
+    the scheduler. ``adapters``: the directories of the adapters that models had in an earlier core,
+    by the names of both; a model has these instead of those of its settings. Raises `ModelError` or
+    `ConfigError` when the model cannot be served under ``config``.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class EngineCore:
         executor: Executor | None = None,
         thermal: ThermalMonitor | None = None,
         clock: Callable[[], float] = time.monotonic,
+        adapters: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self._clock = clock
+        self._earlier_adapters = adapters or {}
         self.executor = executor or make_executor(config)
         device = self.executor.device_facts
         config = config.for_device(device.defaults)
@@ -192,13 +195,25 @@ class EngineCore:
                 logger.warning("%s", reason)
             self._drop_unused_adapters()
             return
-        self._adapters = AdapterTable()
+        self._adapters = self._tables[config.name] = AdapterTable()
+        earlier = self._earlier_adapters.get(config.name)
+        if earlier is not None:
+            for name, path in earlier.items():
+                self._load_again(name, path)
+            return
         try:
             for name, path in config.lora_modules.items():
                 self.load_adapter(name, path)
         except InvalidRequest as error:
+            del self._tables[config.name]
             raise ConfigError(f"lora_modules: {error}", "lora_modules") from error
-        self._tables[config.name] = self._adapters
+
+    def _load_again(self, name: str, path: str) -> None:
+        """Load what an earlier core had. What cannot be read any more is lost, and no more."""
+        try:
+            self.load_adapter(name, path)
+        except InvalidRequest as error:
+            logger.warning("The adapter %s is lost: %s", shown(name), error)
 
     def rebuild(self, facts: ModelFacts) -> None:
         """Serve another model, which the executor has made ready, instead of the present one.

@@ -103,9 +103,6 @@ class EngineFront:
         self._changes = ModelChanges(self._core, self._requests, self._numbers, self._use_tokenizer)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._adapters = AdapterCalls(self._core, self._ask)
-        self._restoring: asyncio.Task[None] | None = None
-        self._lost_adapters = False
-        """Whether the core is another one, which may lack adapters."""
         self._grammars = GrammarChecks(tokenizer.to_json)
         self._loop = asyncio.get_running_loop()
         reading = self._core.run(self._handle, self._end_all)
@@ -430,9 +427,6 @@ class EngineFront:
 
     async def _handle(self, message: FromCore) -> None:
         """Pass a message of the core to the request or the call that it belongs to."""
-        if self._lost_adapters:
-            self._lost_adapters = False
-            self._restoring = asyncio.create_task(self._adapters.restore())
         if isinstance(message, StepDone):
             await self._requests.deliver(message)
         elif isinstance(message, Rejected):
@@ -442,7 +436,6 @@ class EngineFront:
             self._requests.end_with(message.key, kind(message.message))
         elif isinstance(message, (Reconfigured, ReconfigureFailed, ModelChecked, Slept)):
             self._changes.answer(message)
-            self._lost_adapters = isinstance(message, Reconfigured)
         elif isinstance(message, AdaptersChanged):
             if not message.error:
                 self._adapters.note(message)
@@ -488,7 +481,6 @@ class EngineFront:
 
         Parked requests are kept by the front, so they end only where no core follows.
         """
-        self._lost_adapters = True
         if self._core.failure is not None:
             self._requests.end_parked(error)
         self._requests.end_all(error)

@@ -12,7 +12,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing.process import BaseProcess
 
 import attrs
@@ -76,6 +76,8 @@ class CoreSupervisor:
         self.restarting = ""
         self.failure: str | None = None
         self._num_restarts = 0
+        self._adapters: dict[str, dict[str, str]] = {}
+        """The directories of the adapters that each model had last, by their names."""
         self._totals: dict[str, EngineStats] = {}
         """What each model's last message said, with the totals of the cores before."""
         self._of_earlier_cores: dict[str, EngineStats] = {}
@@ -147,6 +149,7 @@ class CoreSupervisor:
 
     def use_model(self, config: EngineConfig, ready: Ready) -> None:
         """The core serves the model of ``config`` now, also after a restart."""
+        self._keep_adapters()
         self.config, self.ready = config, ready
         self._stats = self._first_stats()
 
@@ -251,7 +254,8 @@ class CoreSupervisor:
         )
         await asyncio.sleep(delay_s)
         try:
-            self._core = CoreClient(self.config, self._log)
+            self._keep_adapters()
+            self._core = CoreClient(self.config, self._log, self._adapters)
             self.ready = await self._core.wait_until_ready()
         except asyncio.CancelledError:  # the engine is stopped
             await self._core.end()
@@ -293,6 +297,12 @@ class CoreSupervisor:
         self._stats = self._totals[name] = plus_totals(reported, earlier)
         thermal, before = reported.thermal, self._thermal_of_earlier_cores
         self._thermal = None if thermal is None else plus_totals(thermal, before)
+
+    def _keep_adapters(self) -> None:
+        """Note what the model has now, for cores that are started later."""
+        if self.config.enable_lora:
+            paths = {adapter.name: adapter.path for adapter in self.ready.adapters}
+            self._adapters[self.config.name] = paths
 
     def _keep_totals(self) -> None:
         """The next core counts from 0. Safe to call twice in a row."""
@@ -340,17 +350,23 @@ class CoreSupervisor:
 class CoreClient:
     """Starts the core's process, exchanges messages with it, and ends it.
 
-    Raises `ConfigError` for settings that cannot be sent to another process.
+    ``adapters``: see `EngineCore`. Raises `ConfigError` for settings that cannot be sent to another
+    process.
     """
 
-    def __init__(self, config: EngineConfig, log: LogSettings) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        log: LogSettings,
+        adapters: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
         self.stopped_s = 0.0
         """Seconds for which the process has been seen stopped, as by SIGSTOP."""
         self._channel = FrontChannel()
         self.send = self._channel.send
         self._process: BaseProcess = multiprocessing.get_context("spawn").Process(
             target=run_core,
-            args=(config, self._channel.to_core, self._channel.from_core, log),
+            args=(config, self._channel.to_core, self._channel.from_core, log, adapters or {}),
             name="trencadis-core",
             daemon=True,
         )
