@@ -24,6 +24,7 @@ APART = {
     "engine.settings",
     "engine.simulated",
     "engine.validators",
+    "kvcache.state_cache",
     "kvcache.tensors",
     "kvcache.validators",
     "scheduler.thermal",
@@ -42,6 +43,7 @@ LIGHT = {
 OPTIONAL = {
     "bucketing.cli.plot": {"matplotlib"},
     "bucketing.vllm_gaudi": {"vllm_gaudi"},
+    "kvcache.state_cache": {"torch"},
     "kvcache.tensors": {"torch"},
     "kvcache.copiers": {"torch"},
     "kvcache.testing": {"hypothesis"},
@@ -76,8 +78,8 @@ FLOORS: dict[str, list[set[str]]] = {
     "kvcache": [
         {"block_key", "errors", "rounding"},
         {"cache_events", "copy_plan", "testing", "validators"},
-        {"config", "copiers"},
-        {"prefix_cache"},
+        {"config", "copiers", "state_slots"},
+        {"prefix_cache", "state_cache"},
         {"block_pool", "decode_layout", "tensors"},
         {"sequences"},
         {"transfers"},
@@ -237,7 +239,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {
             *("adapter_files", "declared_modules", "gguf", "hub", "packed_formats"),
             "paged_context",
-            *("rank_part", "rounded_weights", "score_heads"),
+            *("rank_part", "rounded_weights", "score_heads", "state_layers"),
         },
         {
             *("attention_operator", "checkpoint", "default_model", "packed_checkpoint"),

@@ -30,10 +30,15 @@ STATE = {
     **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
     **{"mamba_chunk_size": 16, "mamba_expand": 2, "state_size": 8},
 }
+NARROW_STATE = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 MIXED_TYPES = ["linear_attention", "full_attention"] * 2
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Apertus": ("apertus", {}),
+    "Bamba": ("bamba", {**STATE, "attn_layer_indices": [1, 3]}),
     "Cohere (Command R)": ("cohere", {}),
     "Cohere 2 (Command R7B)": ("cohere2", {"sliding_window": WINDOW}),
     "DeepSeek V2": ("deepseek_v2", {**LATENT, **EXPERTS}),
@@ -62,6 +67,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite 3 (MoE)": ("granitemoe", EXPERTS),
     "Granite 4 (hybrid)": ("granitemoehybrid", {**STATE, **EXPERTS, "layer_types": MIXED_TYPES}),
     "Jamba": ("jamba", {**EXPERTS, "attn_layer_offset": 1, "attn_layer_period": 2}),
+    "LFM 2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
     "Llama": ("llama", {}),
     "Llama 4 (text)": (
         "llama4_text",
@@ -74,16 +80,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         {**EXPERTS, "attention_chunk_size": MAX_MODEL_LEN, "intermediate_size_mlp": 64},
     ),
-    "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 8}),
+    "Mamba": ("mamba", {}),
+    "Mamba 2": (
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 8, "chunk_size": 16},
+    ),
     "MiniCPM 3": ("minicpm3", {**LATENT, "head_dim": None}),
     "Mistral v0.1": ("mistral", {"sliding_window": WINDOW}),
     "Mistral v0.1, within its window": ("mistral", {"sliding_window": MAX_MODEL_LEN}),
     "Mistral": ("mistral", {"sliding_window": None}),
     "Mixtral": ("mixtral", EXPERTS),
     "Nemotron": ("nemotron", {}),
+    "Nemotron-H": (
+        "nemotron_h",
+        {**STATE, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1}
+        | {"layers_block_type": ["mamba", "attention", "mamba", "mlp"]},
+    ),
     "OLMo 2": ("olmo2", {}),
     "OLMo 3": ("olmo3", {"sliding_window": WINDOW}),
     "OLMoE": ("olmoe", EXPERTS),
+    "OLMo hybrid": ("olmo_hybrid", {}),
     "OPT": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 64}),
     "Phi-3": ("phi3", {"pad_token_id": 0}),
     "Qwen 2": ("qwen2", {}),
@@ -93,7 +109,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen 3": ("qwen3", {}),
     "Qwen 3 (MoE)": ("qwen3_moe", EXPERTS),
-    "Qwen 3 Next": ("qwen3_next", {**EXPERTS, "layer_types": MIXED_TYPES}),
+    "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **NARROW_STATE, "layer_types": MIXED_TYPES}),
+    "Qwen 3.5 (text)": ("qwen3_5_text", NARROW_STATE),
     "Seed-OSS": ("seed_oss", {}),
     "SmolLM 3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
     "StarCoder 2": ("starcoder2", {}),

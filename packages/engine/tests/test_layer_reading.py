@@ -17,6 +17,7 @@ from trencadis.engine.models.decoder_layers import DecoderLayers
 from trencadis.engine.models.layer_reading import check_layers, declare_layers, read_layers
 from trencadis.engine.models.layer_spec import LayerSpec, feature_beyond
 from trencadis.engine.models.paged_context import PromptContext
+from trencadis.kvcache.state_cache import StateKey, StateShape
 from trencadis.kvcache.tensors import KVCache
 
 SPEC = LayerSpec(heads=4, kv_heads=2, key_width=16, value_width=16, scale=0.25)
@@ -66,10 +67,26 @@ def test_experts_are_those_of_a_layer() -> None:
     assert {layer.experts for layer in read("Llama")} == {0}
 
 
-def test_other_kinds_of_layers_are_named_as_transformers_does() -> None:
-    kinds = [layer.kind for layer in read("Granite 4 (hybrid)")]
-    assert kinds == ["linear_attention", "attention"] * 2
-    assert {layer.kind for layer in read("Falcon-H1")} == {"hybrid"}
+def test_states_are_those_that_layers_give_to_the_cache_of_transformers() -> None:
+    conv, recurrent = StateKey("conv", 0), StateKey("recurrent", 0)
+    mamba = (
+        StateShape(conv, (144, 4)),
+        StateShape(recurrent, (8, 16, 8), torch.float32),  # also in a model of bf16
+    )
+    assert [layer.states for layer in read("Granite 4 (hybrid)")] == [mamba, ()] * 2
+    assert [layer.heads for layer in read("Granite 4 (hybrid)")] == [0, 4] * 2
+    assert {(layer.states, layer.heads) for layer in read("Falcon-H1")} == {(mamba, 4)}
+    assert {layer.heads for layer in read("Mamba 2")} == {0}
+    assert [layer.states for layer in read("LFM 2")] == [(StateShape(conv, (64, 3)),), ()] * 2
+    assert {layer.kind for layer in read("Nemotron-H")} == {"attention"}
+
+
+def test_a_layer_of_another_kind_is_named_as_transformers_does() -> None:
+    """MiniMax has a cache of its own; the attention of Zaya keeps a state besides."""
+    layers = read_layers(AutoConfig.for_model("minimax", num_hidden_layers=2), "it")
+    assert {layer.kind for layer in layers} == {"attention", "linear_attention"}
+    layers = read_layers(AutoConfig.for_model("zaya", num_hidden_layers=2), "it")
+    assert {layer.kind for layer in layers} == {"hybrid"}
 
 
 def test_a_layer_that_attends_twice_or_with_a_mask_of_its_own_says_so() -> None:

@@ -333,7 +333,7 @@ def test_ids_outside_the_cache_are_refused_before_any_copy(
     [
         *[(name, {name: 0}) for name in ("num_blocks", "block_size")],
         *[("layers", {"layers": layers}) for layers in ((), None, (8, 8))],
-        *[("kv_heads", {"layers": (LAYER, LayerShape(0, 8, 8))})],
+        *[("kv_heads", {"layers": (LAYER, LayerShape(-1, 8, 8))})],
         *[("key_width", {"layers": (LayerShape(1, 0, 8),)})],
         *[("value_width", {"layers": (LayerShape(1, 8, "8"),)})],
     ],
@@ -341,6 +341,13 @@ def test_ids_outside_the_cache_are_refused_before_any_copy(
 def test_every_size_is_at_least_one(size: str, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidSetting, match=size):
         make("cpu", **changes)
+
+
+def test_a_layer_without_heads_takes_no_memory() -> None:
+    cache = make("cpu", layers=(LayerShape(0, 0, 0), LAYER))
+    assert cache.key(0).numel() == cache.value(0).numel() == 0
+    assert cache.key(1).shape == make("cpu", layers=(LAYER,)).key(0).shape
+    assert bytes_per_block((LayerShape(0, 0, 0),), block_size=4, dtype=torch.float32) == 0
 
 
 def test_the_number_of_host_blocks_is_at_least_zero() -> None:

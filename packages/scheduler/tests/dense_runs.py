@@ -15,12 +15,14 @@ run follows from its seed, which is printed with the parameters when a law is br
   returned, each sequence can fill a block before blocks run out again, unless other groups start.
 - Once no requests and orders arrive, all groups finish within `max_steps_left` steps. While
   requests of high priority arrive without end, each of the others finishes within a bound as well.
-- In the end no block and no entry of a table is left.
+- A quarter of the models keep states: that of a sequence has taken in its own tokens alone, once.
+- In the end no block, no slot of a state and no entry of a table is left.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import random
@@ -51,6 +53,7 @@ from trencadis.kvcache import (
     CacheConfig,
     DefragConfig,
     Defragmenter,
+    StateSlots,
 )
 from trencadis.scheduler import (
     BatchControl,
@@ -64,6 +67,7 @@ from trencadis.scheduler import (
     Sequence,
     SequenceGroup,
     SequenceStatus,
+    StepOrderError,
     UnservableRequest,
 )
 from trencadis.scheduler.beams import BeamSearchState
@@ -126,6 +130,7 @@ class Parameters:
     loss_rate: float
     max_steps_in_flight: int
     wait_rate: float
+    keeps_states: bool
 
     @classmethod
     def draw(cls, rng: random.Random) -> Parameters:
@@ -167,6 +172,7 @@ class Parameters:
             loss_rate=rng.choice((0.0, 0.0, 0.03)) if has_orders else 0.0,
             max_steps_in_flight=rng.choice((1, 2, 2)),
             wait_rate=rng.choice((0.0, 0.0, 0.2)),
+            keeps_states=rng.random() < 0.25,
         )
 
     @property
@@ -285,10 +291,14 @@ class DenseRun:
                 block_size=given.block_size,
                 num_host_blocks=given.num_host_blocks,
                 watermark=given.watermark,
-                enable_prefix_caching=given.prefix_caching,
+                enable_prefix_caching=given.prefix_caching and not given.keeps_states,
             ),
             governor=governor,
         )
+        self.state_slots = None
+        if given.keeps_states:
+            num_host_slots = min(given.num_host_blocks, 2)  # so that the host may lack these alone
+            self.state_slots = StateSlots(1 + given.max_num_seqs, num_host_slots)
         self.now = 0.0
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -307,6 +317,7 @@ class DenseRun:
             if given.defrag_threshold is None
             else Defragmenter(self.blocks, DefragConfig(threshold=given.defrag_threshold)),
             costs=PreemptionCosts(prefill_s_per_token=given.prefill_s_per_token),
+            state_slots=self.state_slots,
             clock=lambda: self.now,
         )
         self.runner = Runner(self.scheduler, Memory(given.block_size), vocabulary=given.vocabulary)
@@ -383,11 +394,14 @@ class DenseRun:
             self._step(orders=False)
         while self.runner.in_flight:
             self._finish_oldest()
-        scheduler, blocks = self.scheduler, self.blocks
+        scheduler, blocks, given = self.scheduler, self.blocks, self.parameters
         assert not scheduler.has_work
         assert scheduler.num_running_seqs == scheduler.num_waiting == scheduler.num_swapped == 0
         assert blocks.pool.num_free_blocks == blocks.pool.num_usable_blocks
         assert blocks.host_pool.num_free_blocks == blocks.config.num_host_blocks
+        if self.state_slots is not None:
+            assert self.state_slots.num_free == given.max_num_seqs
+            assert self.state_slots.can_swap_out(range(self.state_slots.num_host_slots))
         assert not scheduler._states.sequences
         assert not scheduler._admission._num_free_at_refusal
         assert not scheduler._admission._pending_prefixes.digests
@@ -455,6 +469,7 @@ class DenseRun:
             watch = self.watches.pop(name)
             self._check_partial(watch.group.unfinished_seqs, watch)
         self.runner.memory.device.clear()
+        self.runner.memory.states.clear()
         self.runner.in_flight.clear()
         self.counts["losses"] += 1
 
@@ -491,7 +506,12 @@ class DenseRun:
         self._check_passes(output, before, swapping_in | self._swapping_in())
         self._check_preemptions(output, before)
         self._check_returns(output, before)
-        if orders and self.rng.random() < self.parameters.discard_rate:
+        if self.state_slots is not None and self.parameters.discard_rate:
+            with contextlib.suppress(StepOrderError):
+                self.scheduler.discard_step()
+                raise AssertionError("a step that has advanced states was discarded")
+        discard_rate = 0.0 if self.state_slots else self.parameters.discard_rate
+        if orders and self.rng.random() < discard_rate:
             self.runner.memory.carry_out(output)
             self.scheduler.discard_step()
             self.runner.in_flight.clear()

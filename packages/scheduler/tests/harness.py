@@ -11,7 +11,14 @@ from collections.abc import Sequence
 
 import attrs
 
-from trencadis.kvcache import PADDING_BLOCK, BlockManager, CacheConfig, Direction, ceil_div
+from trencadis.kvcache import (
+    PADDING_BLOCK,
+    PADDING_SLOT,
+    BlockManager,
+    CacheConfig,
+    Direction,
+    ceil_div,
+)
 from trencadis.scheduler import (
     PENDING_TOKEN,
     Candidate,
@@ -57,12 +64,17 @@ Block = list[int | None]
 
 
 class Memory:
-    """The KV cache: the token of each slot of the device and host blocks; None before a write."""
+    """The KV cache: the token of each slot of the device and host blocks; None before a write.
+
+    And the states in their slots: the tokens that each has taken in, in order.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.device: defaultdict[int, Block] = defaultdict(self._unwritten)
         self.host: defaultdict[int, Block] = defaultdict(self._unwritten)
+        self.states: dict[int, tuple[int, ...]] = {}
+        self.host_states: dict[int, tuple[int, ...]] = {}
 
     def carry_out(self, output: SchedulerOutput) -> None:
         """Copy blocks: the copies of one entry of the plan read everything before they write."""
@@ -77,6 +89,22 @@ class Memory:
             contents = [source[copy.src].copy() for copy in copies]
             for copy, content in zip(copies, contents, strict=True):
                 target[copy.dst] = content
+        states = {
+            Direction.WITHIN: (self.states, self.states),
+            Direction.OUT: (self.states, self.host_states),
+            Direction.IN: (self.host_states, self.states),
+        }
+        for direction, copies in output.state_moves:
+            of_source, of_target = states[direction]
+            found = [of_source[copy.src] for copy in copies]
+            of_target.update(zip((copy.dst for copy in copies), found, strict=True))
+
+    def advance(self, scheduled: ScheduledSequence) -> tuple[int, ...]:
+        """Let the state of a sequence take in the scheduled tokens; returns what it has before."""
+        assert scheduled.state_slot != PADDING_SLOT, "no sequence has the padding slot"
+        before = self.states[scheduled.state_slot] if scheduled.start else ()
+        self.states[scheduled.state_slot] = (*before, *scheduled.token_ids)
+        return before
 
     def context(self, scheduled: ScheduledSequence) -> list[int | None]:
         """The tokens before those that are scheduled, as the block table gives them."""
@@ -164,12 +192,15 @@ class Runner:
         """Let the device compute a step, after those that are in flight."""
         seq_ids = [scheduled.seq_id for scheduled in (*output.decodes, *output.prompts)]
         assert len(seq_ids) == len(set(seq_ids)), "a sequence is scheduled once"
+        keeps_states = self.scheduler._group_blocks.state_slots is not None
         self.memory.carry_out(output)
         results = Results()
         for scheduled in (*output.decodes, *output.prompts):
             known = self._with_pending_token(scheduled)
             context = self.memory.context(known)
             self.memory.write(known)
+            if keeps_states:
+                assert self.memory.advance(known) == tuple(context), "a state has other tokens"
             if not known.samples:
                 continue
             assert None not in context, "every slot of the context has been written"

@@ -29,18 +29,21 @@ from trencadis.kvcache.errors import (
     OutOfBlocks,
     OutOfHostBlocks,
     OutOfMemory,
+    OutOfSlots,
     UnknownSequence,
 )
 from trencadis.kvcache.manager import AllocStatus, BlockManager
 from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher, decode_extra_keys
 from trencadis.kvcache.remapper import BlockRemapper
 from trencadis.kvcache.rounding import ceil_div, num_passed_blocks
+from trencadis.kvcache.state_slots import PADDING_SLOT, StateSlots
 from trencadis.kvcache.swapper import HostBlockPool
 from trencadis.kvcache.transfers import BandwidthGovernor
 
 __all__ = [
     "NO_OWNER",
     "PADDING_BLOCK",
+    "PADDING_SLOT",
     "PLAN_SIZES",
     "AllocStatus",
     "BandwidthGovernor",
@@ -71,8 +74,10 @@ __all__ = [
     "OutOfBlocks",
     "OutOfHostBlocks",
     "OutOfMemory",
+    "OutOfSlots",
     "PrefixKeys",
     "RequestHasher",
+    "StateSlots",
     "SwapCopies",
     "UnknownSequence",
     "ceil_div",

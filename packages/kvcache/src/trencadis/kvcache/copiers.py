@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from trencadis.kvcache.copy_plan import BlockCopy
+from trencadis.kvcache.errors import InvalidSetting, OutOfMemory
 
 STAGING_BYTES = 256 << 20
 """Upper bound in bytes of the temporary device memory of copies; a block may take more. No plan of
@@ -258,6 +259,34 @@ def zeros(
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidSetting(f"device {device!r} is not a device of PyTorch: {error}") from error
+
+
+def allocate(
+    name: str,
+    num_blocks: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    pinned: bool = False,
+) -> torch.Tensor:
+    """Zeroed memory. ``name`` and ``num_blocks`` are the setting to lower in an error."""
+    try:
+        return zeros(shape, dtype, device, pinned=pinned)
+    # mmap raises OSError and OverflowError, PyTorch a RuntimeError.
+    except (MemoryError, OSError, OverflowError, RuntimeError) as error:
+        size = prod(shape) * dtype.itemsize
+        raise OutOfMemory(
+            f"{name} {num_blocks} needs {size} bytes in one piece on {device}, which cannot be "
+            f"allocated ({error}): lower {name}"
+        ) from error
 
 
 def _make_swap_stream(device: torch.device) -> SwapStream:

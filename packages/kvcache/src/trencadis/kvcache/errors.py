@@ -52,6 +52,10 @@ class OutOfHostBlocks(KVCacheError):
     """A swap out needs more host blocks than are free."""
 
 
+class OutOfSlots(KVCacheError):
+    """An operation needs more slots of states, on the device or on the host, than are free."""
+
+
 class NotComputed(KVCacheError):
     """The sequence has slots that are not computed yet, so it cannot be forked."""
 

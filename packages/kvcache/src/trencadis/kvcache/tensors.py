@@ -20,18 +20,25 @@ block or a run of blocks is one contiguous transfer between host and device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
 
 import attrs
 
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, Direction, as_block_copies
-from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, MissingExtra, OutOfMemory
+from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, MissingExtra
 from trencadis.kvcache.validators import boolean, instance_of, integer
 
 try:
     import torch
 
-    from trencadis.kvcache.copiers import DirectCopier, RowCopier, StagedCopier, copier_for, zeros
+    from trencadis.kvcache.copiers import (
+        DirectCopier,
+        RowCopier,
+        StagedCopier,
+        allocate,
+        as_device,
+        copier_for,
+    )
+    from trencadis.kvcache.state_cache import StateCache
 except ModuleNotFoundError as error:
     raise MissingExtra(
         f"trencadis.kvcache.tensors needs PyTorch ({error}): "
@@ -45,7 +52,7 @@ _POSITIVE = integer(1, remedy="pass a positive size")
 @attrs.frozen
 class LayerShape:
     """What a layer keeps of each token: ``kv_heads`` keys of ``key_width`` numbers, and as many
-    values of ``value_width``."""
+    values of ``value_width``. ``kv_heads`` 0: nothing."""
 
     kv_heads: int
     key_width: int
@@ -65,8 +72,9 @@ class KVCache:
     for swapped sequences, in pinned memory on devices that support it. Swaps run on their own
     stream on devices with streams, so call `wait` before the next forward pass.
     ``token_rows`` allocates a tensor for the keys and one for the values of each layer, with a row
-    for each slot. Raises `InvalidSetting` for a size below one or another wrong argument, and
-    `OutOfMemory` if the memory cannot be allocated.
+    for each slot. ``states``: the memory of the layers that keep a state. Raises `InvalidSetting`
+    for a size below one or another wrong argument, and `OutOfMemory` if the memory cannot be
+    allocated.
     """
 
     def __init__(
@@ -79,12 +87,13 @@ class KVCache:
         device: torch.device | str = "cpu",
         num_host_blocks: int = 0,
         token_rows: bool = False,
+        states: StateCache | None = None,
     ) -> None:
         instance_of(list, tuple).checked("layers", layers)
         _POSITIVE.checked("len(layers)", len(layers))
         for layer in layers:
             instance_of(LayerShape).checked("layers", layer)
-            for name in LayerShape.__annotations__:
+            for name in LayerShape.__annotations__ if layer.kv_heads else ():
                 _POSITIVE.checked(name, getattr(layer, name))
         num_blocks = _POSITIVE.checked("num_blocks", num_blocks)
         block_size = _POSITIVE.checked("block_size", block_size)
@@ -92,20 +101,24 @@ class KVCache:
         num_host_blocks = not_negative.checked("num_host_blocks", num_host_blocks)
         instance_of(torch.dtype).checked("dtype", dtype)
         boolean().checked("token_rows", token_rows)
+        self.states = states
         self.num_layers = len(layers)
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
-        self.device = _as_device(device)
+        self.device = as_device(device)
         widths = [(each.kv_heads, each.key_width) for each in layers]
         widths += ((each.kv_heads, each.value_width) for each in layers)
         parts: dict[int, torch.Tensor] = {}
         self._copiers: list[DirectCopier | StagedCopier] = []
         for heads, width in dict.fromkeys(widths):
+            if not heads:
+                continue
             numbers = [number for number, each in enumerate(widths) if each == (heads, width)]
-            allocate = self._rows if token_rows else self._blocks
-            parts |= zip(numbers, allocate(len(numbers), heads, width, dtype), strict=True)
-        self._parts = [parts[number] for number in range(len(widths))]
+            make = self._rows if token_rows else self._blocks
+            parts |= zip(numbers, make(len(numbers), heads, width, dtype), strict=True)
+        nothing = torch.empty(0, dtype=dtype, device=self.device)
+        self._parts = [parts.get(number, nothing) for number in range(len(widths))]
 
     @classmethod
     def over(
@@ -141,6 +154,7 @@ class KVCache:
                     f"{first.shape[0]} on {first.device}: give those of one cache"
                 )
         cache = cls.__new__(cls)
+        cache.states = None
         cache.num_layers, cache.num_blocks = len(keys), first.shape[0]
         cache.num_host_blocks, cache.block_size = num_host_blocks, block_size
         cache.device, cache._parts = first.device, parts
@@ -157,7 +171,7 @@ class KVCache:
     ) -> Sequence[torch.Tensor]:
         """Parts that are views of one tensor, and their copier."""
         shape = (num_parts, self.num_blocks, heads, self.block_size, width)
-        memory = _allocate("num_blocks", self.num_blocks, shape, dtype, self.device)
+        memory = allocate("num_blocks", self.num_blocks, shape, dtype, self.device)
         words = _as_words(memory.view(num_parts, self.num_blocks, -1))
         self._copiers.append(copier_for(words, self._host_memory(words, num_parts, words.shape[2])))
         return memory.unbind()
@@ -168,7 +182,7 @@ class KVCache:
         """Parts with a row for each token, and their copier."""
         shape = (self.num_blocks * self.block_size, heads, width)
         parts = [
-            _allocate("num_blocks", self.num_blocks, shape, dtype, self.device)
+            allocate("num_blocks", self.num_blocks, shape, dtype, self.device)
             for _ in range(num_parts)
         ]
         words = [_as_words(part) for part in parts]
@@ -183,7 +197,7 @@ class KVCache:
         shape = (self.num_host_blocks, num_parts, words_per_block)
         # Not on Gaudi: «Pin memory is not supported on HPU» (vllm-gaudi, platform.py).
         pinned = self.device.type == "cuda"
-        return _allocate(
+        return allocate(
             "num_host_blocks",
             self.num_host_blocks,
             shape,
@@ -195,8 +209,8 @@ class KVCache:
     def key(self, layer: int) -> torch.Tensor:
         """Keys of a layer: contiguous ``[num_blocks, kv_heads, block_size, key_width]``.
 
-        With ``token_rows``: ``[num_blocks * block_size, kv_heads, key_width]``, and no view. Raises
-        `InvalidSetting` for a layer that the cache does not have.
+        With ``token_rows``: ``[num_blocks * block_size, kv_heads, key_width]``, and no view. Empty
+        for a layer that keeps none. Raises `InvalidSetting` for one that the cache does not have.
         """
         if type(layer) is not int or not 0 <= layer < self.num_layers:
             layer = self._checked_layer(layer)
@@ -287,34 +301,6 @@ def _as_parts(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 name,
             )
     return list(tensors)
-
-
-def _as_device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise InvalidSetting(f"device {device!r} is not a device of PyTorch: {error}") from error
-
-
-def _allocate(
-    name: str,
-    num_blocks: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    pinned: bool = False,
-) -> torch.Tensor:
-    """Zeroed memory. ``name`` and ``num_blocks`` are the setting to lower in an error."""
-    try:
-        return zeros(shape, dtype, device, pinned=pinned)
-    # mmap raises OSError and OverflowError, PyTorch a RuntimeError.
-    except (MemoryError, OSError, OverflowError, RuntimeError) as error:
-        size = prod(shape) * dtype.itemsize
-        raise OutOfMemory(
-            f"{name} {num_blocks} needs {size} bytes in one piece on {device}, which cannot be "
-            f"allocated ({error}): lower {name}"
-        ) from error
 
 
 def _as_words(blocks: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""The KV-cache blocks of sequence groups: the block manager's operations on whole groups."""
+"""The KV-cache blocks of sequence groups: the block manager's operations on whole groups.
+
+And the slots of their states, for a model with layers that keep one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from trencadis.kvcache import (
     Direction,
     KVCacheError,
     PrefixKeys,
+    StateSlots,
     ceil_div,
 )
 from trencadis.scheduler.errors import UnservableRequest
@@ -23,13 +27,17 @@ class GroupBlocks:
 
     - ``pool``: the device blocks.
     - ``moves``: the copies of the current step, in the order in which they must be carried out.
+    - ``state_slots``: the slots of states; None for a model without.
+    - ``state_moves``: the copies of states of the current step, as ``moves``.
     - ``num_swapping_out``: device blocks that become free once copies to the host that the
       bandwidth limit deferred are carried out.
     """
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, blocks: BlockManager, state_slots: StateSlots | None = None) -> None:
         self.pool = blocks.pool
         self.moves = CopyPlan()
+        self.state_slots = state_slots
+        self.state_moves = CopyPlan()
         self.num_swapping_out = 0
         self._blocks = blocks
         self._block_size = blocks.config.block_size
@@ -48,9 +56,14 @@ class GroupBlocks:
         moves, self.moves = self.moves, CopyPlan()
         return moves
 
+    def take_state_moves(self) -> CopyPlan:
+        """The copies of states of the step, which is complete."""
+        moves, self.state_moves = self.state_moves, CopyPlan()
+        return moves
+
     def discard_content(self) -> None:
         """Forget all moves and cached prefixes: the content of the blocks is unknown."""
-        self.moves = CopyPlan()
+        self.moves, self.state_moves = CopyPlan(), CopyPlan()
         self._blocks.reset_prefix_cache()
 
     def max_num_blocks(self, request: Request, max_model_len: int) -> int:
@@ -127,6 +140,8 @@ class GroupBlocks:
             extra_keys=group.request.extra_keys,
             reads_cache=group.request.reads_prefix_cache,
         )
+        if self.state_slots is not None:
+            self.state_slots.allocate(leader.seq_id)
         leader.num_computed_tokens, leader.num_slots = num_cached, prefix_len
         if not leader.num_output_tokens:
             for sequence in group.unfinished_seqs:
@@ -157,8 +172,14 @@ class GroupBlocks:
         group.unforked_seqs = []
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Share all blocks of ``parent``, whose slots are all computed, with ``child``."""
+        """Share all blocks of ``parent``, whose slots are all computed, with ``child``.
+
+        A state is copied: it is that of the tokens that both have in common.
+        """
         self._blocks.fork(parent.seq_id, child.seq_id)
+        if self.state_slots is not None:
+            copies = self.state_slots.fork(parent.seq_id, child.seq_id)
+            self.state_moves.add(Direction.WITHIN, copies)
         child.num_computed_tokens = child.num_slots = parent.num_slots
         child.group.allocated_seqs.append(child)
 
@@ -252,7 +273,10 @@ class GroupBlocks:
     # Swaps.
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
-        return self._blocks.can_swap_out(_seq_ids(group))
+        seq_ids = _seq_ids(group)
+        if self.state_slots is not None and not self.state_slots.can_swap_out(seq_ids):
+            return False
+        return self._blocks.can_swap_out(seq_ids)
 
     def swap_out(self, group: SequenceGroup, now: float) -> None:
         """Copy the computed blocks to the host; the device blocks become free after the copies."""
@@ -261,6 +285,8 @@ class GroupBlocks:
         num_host_blocks = num_free_before - self._blocks.host_pool.num_free_blocks
         self.num_swapping_out += num_host_blocks - len(copies)
         self.moves.add(Direction.OUT, copies)
+        if self.state_slots is not None:
+            self.state_moves.add(Direction.OUT, self.state_slots.swap_out(_seq_ids(group)))
 
     def can_swap_in(self, group: SequenceGroup, num_spare: int) -> bool:
         """Whether a swap-in leaves ``num_spare`` blocks free."""
@@ -269,6 +295,8 @@ class GroupBlocks:
     def swap_in(self, group: SequenceGroup, now: float) -> None:
         """Allocate device blocks and copy the content back. It may arrive later: `is_resident`."""
         self.moves.add(Direction.IN, self._blocks.swap_in(_seq_ids(group), now))
+        if self.state_slots is not None:
+            self.state_moves.add(Direction.IN, self.state_slots.swap_in(_seq_ids(group)))
 
     def is_resident(self, group: SequenceGroup) -> bool:
         """Whether all computed blocks of a group are on the device."""
@@ -282,7 +310,7 @@ class GroupBlocks:
         for sequence in group.allocated_seqs:
             if sequence.is_pending:
                 self.drop_pending_token(sequence)
-            self._blocks.free(sequence.seq_id)
+            self.free_sequence(sequence)
             sequence.num_computed_tokens = sequence.num_slots = 0
         # Freed host blocks include those of cancelled copies, whose device blocks are free at once.
         # This may subtract too much, so the scheduler never waits for blocks that do not come.
@@ -293,6 +321,8 @@ class GroupBlocks:
     def free_sequence(self, sequence: Sequence) -> None:
         """Free the blocks of one sequence of a group that keeps running."""
         self._blocks.free(sequence.seq_id)
+        if self.state_slots is not None:
+            self.state_slots.free(sequence.seq_id)
 
 
 def _seq_ids(group: SequenceGroup) -> list[int]:

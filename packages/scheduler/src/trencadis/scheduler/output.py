@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.kvcache import BlockManager, CopyPlan
+from trencadis.kvcache import PADDING_SLOT, BlockManager, CopyPlan, StateSlots
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.request import FinishReason
 
@@ -37,6 +37,8 @@ class ScheduledSequence(NamedTuple):
     - ``num_candidates``: above 0 for a beam. Return that many most probable tokens with their
       log-probabilities instead of a sampled token.
     - ``adapter``: that of its request.
+    - ``state_slot``: the slot of its state, for a model with layers that keep one. It has the state
+      after ``start`` tokens, or any content where that is 0: then the state is zero.
     """
 
     seq_id: int
@@ -47,6 +49,7 @@ class ScheduledSequence(NamedTuple):
     forks: tuple[int, ...] = ()
     num_candidates: int = 0
     adapter: str = ""
+    state_slot: int = PADDING_SLOT
 
     @property
     def sample_ids(self) -> tuple[int, ...]:
@@ -77,6 +80,7 @@ class SchedulerOutput:
     - ``failed``: requests that were aborted because of an internal error; tell their clients.
     - ``branches``: whether its results decide which sequences there are in the next step (beams,
       samples that fork), so that it cannot be scheduled before them.
+    - ``state_moves``: copies between slots of states, as ``moves``.
     """
 
     step: int
@@ -88,6 +92,7 @@ class SchedulerOutput:
     failed: tuple[FailedRequest, ...] = ()
     max_prefill_tokens: int = 0
     branches: bool = False
+    state_moves: CopyPlan = attrs.field(factory=CopyPlan, eq=False)
 
     @property
     def is_empty(self) -> bool:
@@ -132,6 +137,7 @@ class SchedulingStep:
     token_budget: int
     max_chunk_tokens: int | None
     blocks: BlockManager
+    state_slots: StateSlots | None = None
     max_running_seqs: int = 0
     max_prefill_tokens: int = 0
     prefill_budget: int = 0
@@ -202,7 +208,7 @@ class SchedulingStep:
     def _longest_chunk(self, num_tokens: int) -> int:
         return min(num_tokens, self.max_chunk_tokens or num_tokens)
 
-    def to_output(self, moves: CopyPlan) -> SchedulerOutput:
+    def to_output(self, moves: CopyPlan, state_moves: CopyPlan) -> SchedulerOutput:
         return SchedulerOutput(
             self.number,
             tuple(self.prompts),
@@ -213,6 +219,7 @@ class SchedulingStep:
             tuple(self.failed),
             self.max_prefill_tokens,
             self.branches,
+            state_moves,
         )
 
     def discard(self, group: SequenceGroup) -> None:
@@ -249,6 +256,7 @@ class SchedulingStep:
             forks,
             group.beam_state.candidates_per_beam if group.beam_state is not None else 0,
             group.request.adapter,
+            PADDING_SLOT if self.state_slots is None else self.state_slots.slot(sequence.seq_id),
         )
         (self.decodes if num_tokens == 1 else self.prompts).append(scheduled)
         self.token_budget -= num_tokens

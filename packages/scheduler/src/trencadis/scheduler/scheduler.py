@@ -21,7 +21,7 @@ from typing import NoReturn, SupportsIndex
 
 import attrs
 
-from trencadis.kvcache import BlockManager, Defragmenter, Direction
+from trencadis.kvcache import BlockManager, Defragmenter, Direction, StateSlots
 from trencadis.scheduler.admission import AdmissionControl
 from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.clock import SteadyClock
@@ -61,11 +61,12 @@ class Scheduler:
     recomputed once.
 
     ``thermal`` limits the running sequences by temperature or power. ``defragmenter`` must be one
-    of ``blocks``. ``costs`` are updated with the measured durations of steps. ``clock`` returns
-    seconds and need not be monotonic: a step back counts as no time. Not thread-safe, except for
-    `control`. What `schedule` calls, such as a thermal policy, may only read: other calls raise
-    `StepOrderError` meanwhile. Raises `ConfigError` for an argument of another type, and
-    `CannotCopy` if it is copied or pickled.
+    of ``blocks``. ``state_slots``: those of a model with layers that keep a state, one for each of
+    ``max_num_seqs`` sequences at least; such a model has no prefix cache. ``costs`` are updated
+    with the measured durations of steps. ``clock`` returns seconds and need not be monotonic: a
+    step back counts as no time. Not thread-safe, except for `control`. What `schedule` calls, such
+    as a thermal policy, may only read: other calls raise `StepOrderError` meanwhile. Raises
+    `ConfigError` for an argument of another type, and `CannotCopy` if it is copied or pickled.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Scheduler:
         thermal: ThermalGuard | None = None,
         defragmenter: Defragmenter | None = None,
         costs: PreemptionCosts | None = None,
+        state_slots: StateSlots | None = None,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
         instance_of(SchedulerConfig).checked("config", config)
@@ -92,6 +94,9 @@ class Scheduler:
                 )
         if costs is not None:
             instance_of(PreemptionCosts).checked("costs", costs)
+        if state_slots is not None:
+            instance_of(StateSlots).checked("state_slots", state_slots)
+            _check_slots(state_slots, config, blocks)
         self.costs = costs or PreemptionCosts()
         self._settings = settings = SettingsInForce(config)
         self._blocks = blocks
@@ -99,7 +104,7 @@ class Scheduler:
         self._clock = SteadyClock(clock)
         self._now = 0.0
         self._states = states = GroupStates(settings, blocks.config)
-        self._group_blocks = group_blocks = GroupBlocks(blocks)
+        self._group_blocks = group_blocks = GroupBlocks(blocks, state_slots)
         self._completion_rate = CompletionRate()
         self._admission = AdmissionControl(settings, states, group_blocks)
         self._preemptor = Preemptor(
@@ -346,6 +351,7 @@ class Scheduler:
             self._settings.config.max_num_batched_tokens,
             self._settings.config.max_chunk_tokens,
             self._blocks,
+            self._group_blocks.state_slots,
             is_ahead=bool(self._in_flight),
         )
         if self._states.swapping_in:
@@ -371,7 +377,9 @@ class Scheduler:
         if not self._states.num_started_seqs:
             self._enforcement.warn_if_stalled()
         self._num_prefill_tokens += sum(len(chunk.token_ids) for chunk in step.prompts)
-        output = step.to_output(self._group_blocks.take_moves())
+        output = step.to_output(
+            self._group_blocks.take_moves(), self._group_blocks.take_state_moves()
+        )
         self._in_flight.append(output)
         self._lacked_blocks = step.lacks_blocks
         return output
@@ -406,9 +414,15 @@ class Scheduler:
 
         For a host whose forward pass has failed. The moves of the steps must have been carried out;
         where they have failed, too, call `abort_admitted`. Abort the requests that must not be
-        tried again. Raises `StepOrderError` if no step is in flight.
+        tried again. Raises `StepOrderError` if no step is in flight, and for a model with states:
+        these may have advanced, and tokens that are computed again would advance them twice.
         """
         self._require_decided("discard_step")
+        if self._group_blocks.state_slots is not None:
+            raise StepOrderError(
+                "a step of a model with states cannot be computed again, because the states may "
+                "have advanced: call abort_admitted() instead of discard_step()"
+            )
         if not self._in_flight:
             raise StepOrderError("no step is in flight: discard_step() follows schedule()")
         for output in self._in_flight[:-1]:
@@ -535,6 +549,22 @@ class Scheduler:
                     is_ample = blocks.pool.num_free_blocks >= 2 * states.num_running_seqs
             except Exception as error:
                 self._admission.fail(group, error, step)
+
+
+def _check_slots(slots: StateSlots, config: SchedulerConfig, blocks: BlockManager) -> None:
+    """Raises `ConfigError` where a sequence could lack a slot, or find one that is not its own."""
+    if slots.num_free < config.max_num_seqs:
+        raise ConfigError(
+            f"state_slots has {slots.num_free} free slots for max_num_seqs {config.max_num_seqs}: "
+            f"make StateSlots({config.max_num_seqs + 1}), with one more for padding",
+            "state_slots",
+        )
+    if blocks.config.enable_prefix_caching:
+        raise ConfigError(
+            "blocks has a prefix cache, and a model with states cannot begin after a prefix whose "
+            "state is not kept: set enable_prefix_caching=False in its CacheConfig",
+            "state_slots",
+        )
 
 
 def _is_deferred(group: SequenceGroup, above_share: abc.Collection[Client]) -> bool:

@@ -324,11 +324,11 @@ class BeamResultProcessor:
         for continuation in continuations:
             by_beam.setdefault(continuation.beam, []).append(continuation)
         for index, beam in enumerate(beams):
-            if index not in by_beam:
+            if index not in by_beam:  # first of all: then others may take its slot
                 self._group_blocks.free_sequence(beam)
                 self._states.drop_beam(beam)
-                continue
-            first, *others = by_beam[index]
+        for index, (first, *others) in sorted(by_beam.items()):
+            beam = beams[index]
             for continuation in others:
                 self._fork(beam, continuation)
             beam.token_ids.append(first.token_id)

@@ -47,7 +47,7 @@ from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.settings.kv_events_config import KVEventsConfig
 from trencadis.engine.validators import items_of
-from trencadis.kvcache import BlockManager, CacheConfig, CopyPlan, Defragmenter, Direction
+from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction, StateSlots
 from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
@@ -143,12 +143,18 @@ class EngineCore:
         window = window_of_all(facts.spec.layers, self.max_model_len)
         if window is not None:
             logger.info("A sequence gives its blocks back that have left a window of %d", window)
+        keeps_states = facts.num_state_slots > 0
+        if keeps_states and config.enable_prefix_caching:
+            logger.info(
+                "Prefixes are not cached: the layers of %s keep states, and not those of prefixes",
+                facts.spec.source,
+            )
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=facts.limits.num_blocks,
                 block_size=config.block_size,
                 num_host_blocks=facts.num_host_blocks,
-                enable_prefix_caching=config.enable_prefix_caching,
+                enable_prefix_caching=config.enable_prefix_caching and not keeps_states,
                 window=window,
                 record_events=self._kv_events is not None,
             ),
@@ -158,6 +164,9 @@ class EngineCore:
             # That what another cache had is gone. It is told with the first step: by then a
             # subscriber of an earlier core has connected again.
             self.blocks.reset_prefix_cache()
+        slots = None
+        if facts.num_state_slots:
+            slots = StateSlots(facts.num_state_slots, facts.num_host_state_slots)
         self._defragmenter = None
         if facts.read is DecodeRead.PREFIX:  # only a prefix gets shorter when blocks move down
             shared = facts.num_shared_blocks
@@ -173,6 +182,7 @@ class EngineCore:
             self.blocks,
             thermal=self._thermal.guard,
             defragmenter=self._defragmenter,
+            state_slots=slots,
             clock=self._clock,
         )
         rng = random.Random(config.seed)
@@ -307,7 +317,7 @@ class EngineCore:
             num_steps=self._num_steps,
             num_prompt_tokens=self._sampling.num_prompt_tokens,
             num_prefix_query_tokens=self._sampling.num_prompt_tokens
-            if self.config.enable_prefix_caching
+            if self.blocks.config.enable_prefix_caching
             else 0,
             num_prefix_hit_tokens=self._sampling.num_cached_tokens,
             num_defragmented_blocks=self._defragmenter.num_moved if self._defragmenter else 0,
@@ -491,6 +501,7 @@ class EngineCore:
         step = StepInput(
             *(output.step, output.prompts, output.decodes, output.moves, rows, targets),
             self._adapter_slots(output) if self.config.enable_lora else {},
+            output.state_moves,
         )
         self._in_flight.append((output, self.executor.execute(step)))
 
@@ -509,8 +520,8 @@ class EngineCore:
         sampled = self._sampling.sampled(result, self._pays_to_jump)
         if result.failed:
             self._end_failed(result.failed)
-        if output.moves:
-            self._count_swaps(output.moves, result.timing)
+        if output.moves or output.state_moves:
+            self._count_swaps(output, result.timing)
         del self._in_flight[0]
         updates = self.scheduler.update(
             output,
@@ -534,10 +545,13 @@ class EngineCore:
         """Whether to compute forced tokens as one chunk; see `Executor.pays_to_jump`."""
         return self.executor.pays_to_jump(start, num_forced, self.scheduler.num_running_seqs)
 
-    def _count_swaps(self, moves: CopyPlan, timing: StepTiming | None) -> None:
-        for direction, copies in moves:
-            if direction in self._swapped_bytes:
-                self._swapped_bytes[direction] += len(copies) * self.facts.block_bytes
+    def _count_swaps(self, output: SchedulerOutput, timing: StepTiming | None) -> None:
+        facts = self.facts
+        plans = (output.moves, facts.block_bytes), (output.state_moves, facts.state_bytes)
+        for moves, num_bytes in plans:
+            for direction, copies in moves:
+                if direction in self._swapped_bytes:
+                    self._swapped_bytes[direction] += len(copies) * num_bytes
         if timing is not None:
             self._swap_seconds += (timing.swap_out_s or 0.0) + (timing.swap_in_s or 0.0)
 

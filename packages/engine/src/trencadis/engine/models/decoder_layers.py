@@ -198,9 +198,18 @@ def depends_on_symbols(inputs: Sequence[torch.Tensor]) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a model of transformers, in order; none if it does not name them."""
+    """The decoder layers of a model of transformers, in order; none if it does not name them.
+
+    Some models name parts of them, too.
+    """
     kinds = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in kinds]
+    layers: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if type(module).__name__ in kinds and module not in inside:
+            layers.append(module)
+            inside.update(module.modules())
+    return layers
 
 
 @contextlib.contextmanager
@@ -210,14 +219,16 @@ def one_layer_of_each_kind(model: nn.Module) -> Generator[None, None, None]:
     For what a forward pass takes; its result means nothing.
     """
     kinds: set[Any] = set()
-    omitted, returns_tuple = [], False
+    omitted: list[nn.Module] = []
+    further: tuple[Any, ...] | None = None
+    """What a layer returns besides hidden states; None where it returns no tuple."""
 
     def note(_: nn.Module, __: Any, result: Any) -> None:
-        nonlocal returns_tuple
-        returns_tuple = isinstance(result, tuple)
+        nonlocal further
+        further = result[1:] if isinstance(result, tuple) else None
 
     def omit(hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
-        return (hidden,) if returns_tuple else hidden
+        return hidden if further is None else (hidden, *further)
 
     layers = decoder_layers(model)
     for layer in layers:

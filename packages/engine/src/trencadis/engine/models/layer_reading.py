@@ -3,9 +3,9 @@
 Families name heads, windows and scales in their configurations in many ways, and their code alone
 says what it does with them. So a model is made on PyTorch's meta device, where tensors have shapes
 and no values, and run once: each layer calls attention as it will with weights, and experts whose
-shapes depend on values would raise an error there. What transformers
-says by masks alone is read from the configuration: chunks, windows of some families, and the type
-of a layer that keeps more than keys and values, or selects among them.
+shapes depend on values would raise an error there. A layer that keeps a state gives it to
+transformers' cache. What transformers says by masks alone is read from the configuration: chunks,
+windows of some families, and the type of a layer that does neither, or selects keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ import attrs
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+)
+from transformers.cache_utils import DummyLayer
 
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
@@ -30,6 +36,8 @@ from trencadis.engine.models.layer_spec import (
     features_of,
 )
 from trencadis.engine.models.real_rotary import use_real_rotary
+from trencadis.engine.models.state_layers import CONV, RECURRENT, cache_argument
+from trencadis.kvcache.state_cache import StateKey, StateShape
 
 _READING = "trencadis_reading"
 """The name under which transformers knows what notes the calls of attention."""
@@ -46,10 +54,12 @@ def read_layers(config: PreTrainedConfig, name: str) -> tuple[LayerSpec, ...]:
     """
     text = config.get_text_config(decoder=True)
     types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
-    if other := set(types) - _ATTENTION_TYPES - {None}:
-        return tuple(LayerSpec.of_kind(each if each in other else ATTENTION) for each in types)
+    other = set(types) - _ATTENTION_TYPES - {None}
     try:
-        calls = _calls(config, len(types))
+        model = _on_meta(config, torch.bfloat16 if other else torch.float32)
+        if other:
+            return _read_with_states(model, config, types, text)
+        calls = _calls(model, len(types), None)
     except BROKEN_FILE_ERRORS as error:
         raise ModelError(
             f"no model can be made of the config.json of {name}: {reason_of(error)}"
@@ -57,15 +67,43 @@ def read_layers(config: PreTrainedConfig, name: str) -> tuple[LayerSpec, ...]:
     return tuple(map(_of_layer, calls, types, [text] * len(types)))
 
 
+def _read_with_states(
+    model: Any, config: PreTrainedConfig, types: Sequence[str], text: Any
+) -> tuple[LayerSpec, ...]:
+    """The layers of a model some of which have other types than those that only attend."""
+    named = tuple(
+        LayerSpec.of_kind(ATTENTION if each in _ATTENTION_TYPES else each) for each in types
+    )
+    try:
+        states = StateNotes(config)
+        calls = _calls(model, len(types), states)
+    except BROKEN_FILE_ERRORS:  # its cache is of a class of its own
+        return named
+    layers = []
+    for number, layer_type in enumerate(types):
+        state, of_layer = states.of_layer(number), calls[number]
+        only_attends = layer_type in _ATTENTION_TYPES
+        if only_attends and states.attends(number) and not of_layer:
+            raise _own_attention(model)
+        if of_layer and (only_attends or state):
+            layer = _of_layer(of_layer, layer_type, text)
+        elif states.is_without(number) or (state and not states.attends(number)):
+            layer = LayerSpec.of_kind(ATTENTION)
+        else:
+            layer = named[number]
+        layers.append(attrs.evolve(layer, **state))
+    return tuple(layers)
+
+
 def declare_layers(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
-    """Let the modules of each layer know its spec.
+    """Let the modules of each layer know its spec, without states, which attention does not see.
 
     What attention computes in place of the layer's own code is switched off there.
     """
     modules: Any = model.modules()
     for module in modules:
         if isinstance(layer := getattr(module, "layer_idx", None), int):
-            module.layer_spec = layers[layer]
+            module.layer_spec = attrs.evolve(layers[layer], states=())
             if layers[layer].position_scale is not None:
                 module.attn_temperature_tuning = False
 
@@ -89,43 +127,128 @@ def check_layers(
                 )
 
 
-def _calls(config: PreTrainedConfig, num_layers: int) -> list[list[LayerSpec]]:
-    """For each layer, the calls of attention in a forward pass."""
-    calls: list[list[LayerSpec]] = [[] for _ in range(num_layers)]
+class StateNotes(DynamicCache):
+    """transformers' cache, which notes what states the layers of a model give it."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self._modules: dict[int, str] = {}
+        self._running = ""
+
+    def watch(self, model: Any) -> None:
+        """Note which module computes a state: the last one of a layer that was entered before.
+
+        It must make hidden states of hidden states. So does none that also makes keys, as Zaya's.
+        """
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._running = type(module).__name__
+
+        def leave(module: Any, _: Any, result: Any) -> None:
+            number = module.layer_idx
+            if self._modules.get(number) != type(module).__name__:
+                return
+            width = model.config.get_text_config(decoder=True).hidden_size
+            if not isinstance(result, torch.Tensor) or result.shape != (1, 2, width):
+                del self._modules[number]
+
+        for module in model.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.register_forward_pre_hook(enter)
+                module.register_forward_hook(leave)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self._modules[layer_idx] = self._running
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self._modules[layer_idx] = self._running
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def attends(self, number: int) -> bool:
+        """Whether a layer has given keys and values."""
+        is_initialized = bool(getattr(self.layers[number], "is_initialized", False))
+        return is_initialized and not self.is_without(number)
+
+    def is_without(self, number: int) -> bool:
+        """Whether a layer keeps nothing, as one that is a feed-forward part alone."""
+        return isinstance(self.layers[number], DummyLayer)
+
+    def of_layer(self, number: int) -> dict[str, Any]:
+        """The fields of `LayerSpec` for the state of a layer of bf16; none without a state."""
+        if number not in self._modules:
+            return {}
+        layer: Any = self.layers[number]
+        held = {CONV: layer.conv_states, RECURRENT: layer.recurrent_states}
+        shapes = [
+            StateShape(
+                StateKey(kind, index),
+                tuple(state.shape[1:]),
+                None if state.dtype is torch.bfloat16 else state.dtype,
+            )
+            for kind, states in held.items()
+            for index, state in states.items()
+            if state is not None
+        ]
+        return {"states": tuple(shapes), "state_module": self._modules[number]}
+
+
+def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """A model without values, whose calls of attention are noted."""
     with torch.device("meta"), torch.inference_mode():
         classes: Any = AutoModelForCausalLM
         model = classes.from_config(
             copy.deepcopy(config),
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation="eager",
             experts_implementation="batched_mm",  # whose shapes do not depend on values
             trust_remote_code=False,
         )
-        if not getattr(model, "_supports_attention_backend", False):
-            raise ModelError(
-                f"{type(model).__name__} computes its own attention, so the paged one cannot be "
-                "put in: serve a model of an architecture that supports transformers' "
-                "AttentionInterface"
-            )
         model.set_attn_implementation(_READING)
         use_real_rotary(model)
         for module in model.modules():
             if hasattr(module, "rope_type"):
                 _compute_on_host(module)
-        model.eval()(
+    return model.eval()
+
+
+def _own_attention(model: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} computes its own attention, so the paged one cannot be "
+        "put in: serve a model of an architecture that supports transformers' "
+        "AttentionInterface"
+    )
+
+
+def _calls(model: Any, num_layers: int, states: StateNotes | None) -> list[list[LayerSpec]]:
+    """For each layer, the calls of attention in a forward pass.
+
+    ``states``: the cache of a model with layers that may keep a state. transformers does not say of
+    these whether their attention can be replaced: those that call it there are found.
+    """
+    calls: list[list[LayerSpec]] = [[] for _ in range(num_layers)]
+    arguments: dict[str, Any] = {"use_cache": False}
+    if states is not None:
+        states.watch(model)
+        arguments = {"use_cache": True, str(cache_argument(model.forward)): states}
+    elif not getattr(model, "_supports_attention_backend", False):
+        raise _own_attention(model)
+    with torch.device("meta"), torch.inference_mode():
+        model(
             input_ids=torch.zeros(1, 2, dtype=torch.long),
             position_ids=torch.arange(2)[None],
-            use_cache=False,
             logits_to_keep=torch.zeros(1, dtype=torch.long),
             paged=calls,
+            **arguments,
         )
-        complex_rotary = any(getattr(module, "gives_complex", False) for module in model.modules())
-        for number, layer in enumerate(decoder_layers(model)[:num_layers]):
-            known: dict[str, Any] = {
-                "experts": _num_experts(layer),
-                "complex_rotary": complex_rotary,
-            }
-            calls[number] = [attrs.evolve(call, **known) for call in calls[number]]
+    complex_rotary = any(getattr(module, "gives_complex", False) for module in model.modules())
+    for number, layer in enumerate(decoder_layers(model)[:num_layers]):
+        known: dict[str, Any] = {"experts": _num_experts(layer), "complex_rotary": complex_rotary}
+        calls[number] = [attrs.evolve(call, **known) for call in calls[number]]
     return calls
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from trencadis.engine.errors import ModelError
+from trencadis.kvcache.state_cache import StateShape
 from trencadis.kvcache.tensors import LayerShape
 
 ATTENTION = "attention"
@@ -33,16 +34,18 @@ class LayerSpec(LayerShape):
     ``heads`` are those of queries, ``scale`` multiplies the scores. ``window`` and ``chunk`` are in
     tokens: a token attends to the last ``window`` tokens with itself, or to those of its own chunk.
     ``sinks``: each head has a learned score that takes weight and adds no value. Scores are bounded
-    to ``softcap`` by a tanh. ``kind``: `ATTENTION`, or what transformers calls a layer that
-    keeps a state or selects keys, such as ``linear_attention``. ``calls``: how often it attends in
-    a forward pass, each time to other keys. ``others``: arguments of its attention that have no
-    field here.
+    to ``softcap`` by a tanh. ``states``: what it keeps of a sequence as a whole, of fixed size, as
+    Mamba does; it attends besides where ``heads`` is not 0. ``kind``: `ATTENTION`, or what
+    transformers calls a layer of another kind, as one that selects keys. ``calls``: how often it
+    attends in a forward pass, each time to other keys. ``others``: arguments of its attention that
+    have no field here.
 
     ``position_scale``: ``(f, a)`` of a layer whose query at position p is multiplied by
     ``1 + a * log1p(floor((p + 1) / f))``, as in Llama 4 (`scaled_by_position`).
 
     ``complex_rotary``: its rotary embedding is of complex numbers, also after `use_real_rotary`.
     ``experts``: those of its feed-forward part, 0 for one that computes with all weights.
+    ``state_module``: the class of the module that computes with ``states``.
     ``arguments``: how the model's code asks for these features (`features_of`).
     """
 
@@ -52,12 +55,14 @@ class LayerSpec(LayerShape):
     chunk: int | None = _feature("attends within chunks of {} tokens")
     sinks: bool = _feature("attends to sinks", default=False)
     softcap: float | None = _feature("bounds its scores to {}")
+    states: tuple[StateShape, ...] = _feature("keeps a state", default=())
     kind: str = _feature("is of kind {}", default=ATTENTION)
     calls: int = _feature("attends {} times", default=1)
     others: tuple[str, ...] = _feature("passes {} to attention", default=())
     position_scale: tuple[float, float] | None = None
     complex_rotary: bool = False
     experts: int = 0
+    state_module: str = ""
     arguments: Mapping[str, Any] = attrs.field(factory=dict, eq=False, repr=False)
 
     @classmethod
@@ -106,8 +111,11 @@ class LayerSpec(LayerShape):
 
 
 def window_of_all(layers: Sequence[LayerSpec], max_model_len: int) -> int | None:
-    """The last tokens that a token sees in any layer; None where a layer sees a whole sequence."""
-    windows = [layer.within(max_model_len).window for layer in layers]
+    """The last tokens that a token sees in any layer; None where a layer sees a whole sequence.
+
+    Layers that do not attend need no blocks.
+    """
+    windows = [layer.within(max_model_len).window for layer in layers if layer.heads]
     return None if None in windows else max((each for each in windows if each), default=None)
 
 
@@ -120,7 +128,7 @@ def feature_beyond(layer: LayerSpec, computed: frozenset[str] = frozenset()) -> 
     for field in attrs.fields(LayerSpec):
         value = getattr(layer, field.name)
         if "words" in field.metadata and field.name not in computed and value != field.default:
-            shown = ", ".join(value) if isinstance(value, tuple) else value
+            shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
             return str(field.metadata["words"]).format(shown)
     return None
 
@@ -173,12 +181,18 @@ def is_replaceable(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel")
 
 
+def specs_of(module: nn.Module) -> Iterator[LayerSpec]:
+    """The specs with which a module and those inside of it were declared, in order."""
+    for each in module.modules():
+        if isinstance(spec := vars(each).get("layer_spec"), LayerSpec):
+            yield spec
+
+
 def spec_of(module: nn.Module) -> LayerSpec:
     """The spec that a module was declared with (`declare_layers`), or the first one inside of it.
 
     Raises `ModelError` for a model whose layers were not declared.
     """
-    for each in module.modules():
-        if isinstance(spec := vars(each).get("layer_spec"), LayerSpec):
-            return spec
+    if (spec := next(specs_of(module), None)) is not None:
+        return spec
     raise ModelError(f"{type(module).__name__} has no layer with a spec: load it by `load_model`")

@@ -48,6 +48,7 @@ from trencadis.engine.models.score_heads import (
     is_classifier,
     keep_tokens,
 )
+from trencadis.engine.models.state_layers import find_state_layers
 from trencadis.engine.models.weight_files import check_directory
 
 logger = logging.getLogger("trencadis.engine")
@@ -220,6 +221,7 @@ def load_model(
         divided.keep(model)
         layers = divided.layers
     declare_layers(model, [layer.within(max_model_len) for layer in layers])
+    find_state_layers(model, layers)
     pin_frequencies(model, max_model_len)
     use_real_rotary(model)
     angles = {} if device.type == "cpu" else angles_of(model, max_model_len)

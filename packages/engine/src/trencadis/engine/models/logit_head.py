@@ -63,7 +63,15 @@ def take_last_hidden() -> torch.Tensor | None:
 
 
 class _GivenStates(nn.Module):
-    """Takes the place of a decoder: its output is what the head is to be given."""
+    """Takes the place of a decoder: its output is what the head is to be given.
+
+    It has the decoder's numbers, as Falcon-H1's has one that scales the logits.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        numbers = {k: v for k, v in vars(decoder).items() if isinstance(v, (int, float))}
+        vars(self).update(numbers)
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Output:
         return _Output(inputs_embeds)
@@ -96,6 +104,7 @@ def _without_decoder(module: nn.Module, path: list[str]) -> nn.Module:
     """A copy of ``module``, which shares all but the decoder at ``path``."""
     copied = copy.copy(module)
     name, *rest = path
-    child = _without_decoder(module.get_submodule(name), rest) if rest else _GivenStates()
+    child = module.get_submodule(name)
+    child = _without_decoder(child, rest) if rest else _GivenStates(child)
     copied._modules = {**module._modules, name: child}
     return copied

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +14,25 @@ FoundLayer = tuple[str, nn.Module, Any]
 
 
 def layers_of(model: nn.Module, kind: type[nn.Module]) -> list[FoundLayer]:
-    """The layers of exactly this type."""
+    """The layers of exactly this type, but those whose weight the model's own code reads."""
     return [
         (name, parent, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is kind
+        if type(child) is kind and not _reads_weight(type(parent).forward, name)
     ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _reads_weight(forward: Callable[..., Any], name: str) -> bool:
+    """Whether a module multiplies or asks a layer's weight itself, as Jamba's does `dt_proj`'s.
+
+    What replaces a layer may have no weight of this form.
+    """
+    try:
+        return f"self.{name}.weight" in inspect.getsource(forward)
+    except (OSError, TypeError):  # there is no source
+        return False
 
 
 def replace_layers(layers: list[FoundLayer], replacement: Callable[[Any], nn.Module]) -> None:

@@ -24,6 +24,7 @@ from trencadis.engine.runner.model_input import (
     build_mixed,
     build_prompt,
     lay_out_decodes,
+    state_rows,
 )
 from trencadis.engine.runner.recorded_traffic import TrafficLog
 from trencadis.engine.runner.sampling_rows import Sampler
@@ -210,7 +211,7 @@ class BatchBuilder:
         requests = [rows.get(chunk.seq_id) for chunk in chunks]
         words = self.words(chunks, requests, shape.batch)
         packed = build_prompt(chunks, shape, self._cache, self._upload, words)
-        return (Batch(chunks, requests, self._with_adapters(packed, chunks)),)
+        return (Batch(chunks, requests, self._with_slots(packed, chunks)),)
 
     def _prompt_shape(self, chunks: Scheduled) -> PromptShape | RaggedShape:
         """The padded shape of a prefill batch, which is recorded."""
@@ -253,7 +254,7 @@ class BatchBuilder:
         words = self.words(scheduled, requests, shape.batch)
         cache, upload, ids = self._cache, self._upload, self._sampled_ids
         packed = build_mixed(decodes, layout, chunks, shape, cache, upload, words, ids)
-        return Batch(scheduled, requests, self._with_adapters(packed, scheduled))
+        return Batch(scheduled, requests, self._with_slots(packed, scheduled))
 
     def decode_batches(self, decodes: Scheduled, rows: Rows) -> Iterator[Batch]:
         """One batch; several where the sequences have more blocks to gather than the bucket."""
@@ -288,9 +289,16 @@ class BatchBuilder:
         words = self.words(decodes, requests, shape.batch)
         cache, upload, ids = self._cache, self._upload, self._sampled_ids
         packed = build_decode(decodes, layout, shape, cache, upload, words, ids)
-        if self._forward_runner.adapters is not None:
-            packed = self._with_adapters(packed, decodes)
+        if self._forward_runner.adapters is not None or self._forward_runner.states is not None:
+            packed = self._with_slots(packed, decodes)
         return Batch(decodes, requests, packed)
+
+    def _with_slots(self, packed: ModelInput, sequences: Scheduled) -> ModelInput:
+        """A batch with the slots of its tokens' adapters, and of its sequences' states."""
+        if self._forward_runner.states is not None:
+            rows = state_rows(sequences, packed.shape)
+            packed = attrs.evolve(packed, state_rows=rows)
+        return self._with_adapters(packed, sequences)
 
     def _with_adapters(self, packed: ModelInput, sequences: Scheduled) -> ModelInput:
         """A batch with the slots of its tokens' adapters.

@@ -18,6 +18,7 @@ from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.adapter_layers import AdapterLayers
 from trencadis.engine.models.decoder_layers import one_layer_of_each_kind
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.quantized_cache import CACHE_DTYPES, with_scales
 from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.engine.runner.host_swap import num_host_blocks
@@ -40,10 +41,14 @@ from trencadis.engine.runner.shapes import (
 )
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache import ceil_div
+from trencadis.kvcache.state_cache import StateCache
 from trencadis.kvcache.tensors import KVCache, LayerShape, bytes_per_block
 from trencadis.warmup import GRAPH_RESERVED_MEM, MemoryPlan, WarmupError, format_bytes
 
 logger = logging.getLogger("trencadis.engine")
+
+
+_COUNTED = LayerShape(1, 1, 1)
 
 
 class CacheSizing:
@@ -57,7 +62,7 @@ class CacheSizing:
         self,
         config: EngineConfig,
         device: Device,
-        layers: Sequence[LayerShape],
+        layers: Sequence[LayerSpec],
         dtype: torch.dtype,
         max_model_len: int,
         *,
@@ -65,8 +70,13 @@ class CacheSizing:
     ) -> None:
         self._config = config
         self._device = device
+        self._states = {i: layer.states for i, layer in enumerate(layers) if layer.states}
+        self._state_dtype = dtype
+        # Where none attends, blocks have a number for each token: so all of them are counted.
+        attends = any(layer.kv_heads for layer in layers)
+        shapes: Sequence[LayerShape] = layers if attends else [_COUNTED, *layers[1:]]
         codes = CACHE_DTYPES.get(config.kv_cache_dtype)
-        self._layers = layers if codes is None else with_scales(layers)
+        self._layers = shapes if codes is None else with_scales(shapes)
         self._dtype = dtype if codes is None else codes
         self._max_model_len = max_model_len
         self._captures_graphs = captures_graphs
@@ -75,6 +85,21 @@ class CacheSizing:
     def block_bytes(self) -> int:
         """Bytes of one KV block in all layers."""
         return bytes_per_block(self._layers, block_size=self._config.block_size, dtype=self._dtype)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one sequence in all layers; 0 where none keeps one."""
+        parts = (part for states in self._states.values() for part in states)
+        return sum(part.num_bytes(self._state_dtype) for part in parts)
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots of states: one for each sequence, and that of padding; 0 without states."""
+        return 1 + self._config.max_num_seqs if self._states else 0
+
+    def num_host_state_slots(self, num_host_blocks: int) -> int:
+        """Slots of states for swapped sequences, which have so many host blocks."""
+        return self._config.max_num_seqs if self._states and num_host_blocks else 0
 
     def check_settings(self) -> None:
         """Raise `ConfigError` where one sequence would not fit if all memory were free."""
@@ -130,12 +155,23 @@ class CacheSizing:
     def num_host_blocks(self) -> int:
         """Host blocks for swapped sequences; see `host_swap`."""
         per_sequence = ceil_div(self._max_model_len, self._config.block_size)
-        return num_host_blocks(self._config, self._device, self.block_bytes, per_sequence)
+        return num_host_blocks(
+            self._config, self._device, self.block_bytes, per_sequence, self.state_bytes
+        )
 
     def make_cache(
         self, num_blocks: int, num_host_blocks: int, place: torch.device | None = None
     ) -> KVCache:
         """A cache on the device, or at another ``place``."""
+        states = None
+        if self._states:
+            states = StateCache(
+                layers=self._states,
+                num_slots=self.num_state_slots,
+                dtype=self._state_dtype,
+                device=place or self._device.torch_device,
+                num_host_slots=self.num_host_state_slots(num_host_blocks),
+            )
         return KVCache(
             layers=self._layers,
             num_blocks=num_blocks,
@@ -144,10 +180,18 @@ class CacheSizing:
             device=place or self._device.torch_device,
             num_host_blocks=num_host_blocks,
             token_rows=self._device.attention.token_rows,
+            states=states,
         )
 
     def log_plan(self, plan: MemoryPlan) -> None:
         """Log how the memory is divided, and which settings are not applied."""
+        if self._states:
+            logger.info(
+                "Layers that keep a state: %s for each of %d sequences, and as much for the new "
+                "states of a step",
+                format_bytes(self.state_bytes),
+                self._config.max_num_seqs,
+            )
         settings = self._config.graphs
         if not self._captures_graphs and settings.graph_reserved_mem != GRAPH_RESERVED_MEM:
             logger.info(
@@ -241,9 +285,18 @@ class CacheSizing:
 
     def _plan_memory(self, free_memory: int) -> MemoryPlan:
         settings = self._config.graphs
+        # A step keeps the new states beside those that it has read.
+        of_states = (self.num_state_slots + self._config.max_num_seqs) * self.state_bytes
+        if of_states and of_states >= free_memory:
+            raise ConfigError(
+                f"the states of max_num_seqs {self._config.max_num_seqs} sequences take "
+                f"{format_bytes(of_states)}, and {format_bytes(max(0, free_memory))} are free: "
+                "lower max_num_seqs",
+                "max_num_seqs",
+            )
         try:
             return MemoryPlan.from_profile(
-                max(1, free_memory),
+                max(1, free_memory - of_states),
                 self._config.gpu_memory_utilization,
                 settings.graph_reserved_mem if self._captures_graphs else 0.0,
                 settings.graph_prompt_ratio,

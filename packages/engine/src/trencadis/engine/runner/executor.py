@@ -40,7 +40,9 @@ class ModelFacts:
     ``block_bytes``: bytes of a KV block in all layers. ``max_chunk_tokens``: the longest prefill
     chunk; None without buckets. ``read``: how decode reads the cache. ``num_shared_blocks``: how
     many of the first blocks are scored once for all sequences of a batch. ``num_buckets``: of both
-    phases. ``embedding_size``: numbers of an embedding; 0 for a model without.
+    phases. ``embedding_size``: numbers of an embedding; 0 for a model without. ``num_state_slots``,
+    ``num_host_state_slots``: slots of states, on the device and on the host; 0 for a model without.
+    ``state_bytes``: bytes of the state of a sequence.
     """
 
     config: EngineConfig
@@ -54,6 +56,9 @@ class ModelFacts:
     dtype: str
     num_buckets: int
     embedding_size: int
+    num_state_slots: int = 0
+    num_host_state_slots: int = 0
+    state_bytes: int = 0
 
 
 @attrs.frozen(kw_only=True)

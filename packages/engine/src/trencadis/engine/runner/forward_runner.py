@@ -26,8 +26,9 @@ from trencadis.engine.models.decoder_layers import (
 )
 from trencadis.engine.models.logit_head import take_last_hidden
 from trencadis.engine.models.paged_context import LayerRun
+from trencadis.engine.models.state_layers import state_layers_of
 from trencadis.engine.runner.kept_programs import KeptPrograms
-from trencadis.engine.runner.model_input import ModelInput
+from trencadis.engine.runner.model_input import ModelInput, dummy_rows
 from trencadis.engine.runner.shapes import ForwardShape
 from trencadis.kvcache.tensors import KVCache
 
@@ -90,6 +91,8 @@ class ForwardRunner:
     ) -> None:
         self.adapters = adapters
         """Those of the model, where it has slots for adapters."""
+        self.states = state_layers_of(model)
+        """The layers of the model that keep a state; None without."""
         self.compile_cold = False
         self.refuse_cold = False
         self.on_cold: Callable[[object], None] = lambda shape: None
@@ -107,6 +110,7 @@ class ForwardRunner:
         self._kept: dict[Hashable, bool] = {}
         self._failed: set[Hashable] = set()
         self._graphs: dict[ForwardShape, Graph] = {}
+        self._use_states(cache)
         self._compiling = threading.Lock()
         self._serving = False
         self._compiles_layers = compiled
@@ -219,8 +223,13 @@ class ForwardRunner:
     def use_cache(self, cache: KVCache) -> None:
         """Compute with another cache of the same sizes. The programs stay those of warm-up."""
         self._cache, self._own = cache, None
+        self._use_states(cache)
         if self._layers is not None:
             self._layers.use_cache(cache)
+
+    def _use_states(self, cache: KVCache) -> None:
+        if self.states is not None:
+            self.states.use_cache(cache.states)
 
     @property
     def keeps_programs(self) -> bool:
@@ -236,7 +245,7 @@ class ForwardRunner:
     def discard_model(self) -> None:
         """Release the model too. The counters stay; nothing runs any more."""
         self.release_all()
-        self._model, self.adapters = nn.Module(), None
+        self._model, self.adapters, self.states = nn.Module(), None, None
 
     def release_all(self) -> None:
         """Release graphs, what is held of weights and cache, and programs that hold either."""
@@ -386,6 +395,8 @@ class ForwardRunner:
         if self.adapters is not None and tensors.adapter_slots is not None:
             rows = self.adapters.rows_of(tensors.adapter_slots)
             paged = attrs.evolve(paged, adapter_rows=rows)
+        if self.states is not None:
+            self.states.begin(batch.state_rows or dummy_rows(batch.shape))
         out = (model or self._model)(
             input_ids=tensors.token_ids,
             position_ids=tensors.position_ids,
@@ -393,6 +404,8 @@ class ForwardRunner:
             logits_to_keep=tensors.logit_rows,
             paged=paged,
         )
+        if self.states is not None and not batch.state_rows:
+            self.states.drop()
         logits: torch.Tensor = out.logits[0].float()
         hidden = take_last_hidden()
         return (logits,) if hidden is None else (logits, hidden[0])

@@ -13,13 +13,18 @@ from trencadis.kvcache import BandwidthGovernor, KVCacheError
 
 
 def num_host_blocks(
-    config: EngineConfig, device: Device, block_bytes: int, blocks_per_sequence: int
+    config: EngineConfig,
+    device: Device,
+    block_bytes: int,
+    blocks_per_sequence: int,
+    state_bytes: int = 0,
 ) -> int:
     """Host blocks for swapped sequences.
 
     As configured, but not more than ``max_num_seqs`` sequences of ``blocks_per_sequence`` blocks
     can fill. Without a setting: 4 GiB for all ranks together where the device has its own memory,
-    else none. Raises `ConfigError` where the host has less memory.
+    else none. ``state_bytes``: those of a sequence's state, for which ``max_num_seqs`` sequences
+    have space besides. Raises `ConfigError` where the host has less memory.
     """
     host_bytes = psutil.virtual_memory().total
     if config.num_host_blocks is not None:
@@ -29,7 +34,8 @@ def num_host_blocks(
     if gib is None:
         shares_host_memory = device.default_kv_cache_memory is not None
         gib = 0.0 if shares_host_memory else DEFAULT_SWAP_SPACE / config.tensor_parallel_size
-    num_blocks = min(int(gib * (1 << 30)) // block_bytes, blocks_per_sequence * config.max_num_seqs)
+    num_bytes = max(0, int(gib * (1 << 30)) - config.max_num_seqs * state_bytes)
+    num_blocks = min(num_bytes // block_bytes, blocks_per_sequence * config.max_num_seqs)
     check_memory("swap_space", num_blocks, block_bytes, host_bytes)
     return num_blocks
 

@@ -262,7 +262,7 @@ class InProcessExecutor:
         return worker
 
     def _facts(self) -> ModelFacts:
-        worker, grids = self.worker, self.worker.grids
+        worker, grids, states = self.worker, self.worker.grids, self.worker.cache.states
         return ModelFacts(
             config=worker.config,
             spec=worker.spec,
@@ -275,6 +275,9 @@ class InProcessExecutor:
             dtype=str(worker.dtype).removeprefix("torch."),
             num_buckets=grids.num_buckets if grids else 0,
             embedding_size=worker.embedding_size,
+            num_state_slots=0 if states is None else states.num_slots,
+            num_host_state_slots=0 if states is None else states.num_host_slots,
+            state_bytes=worker.state_bytes,
         )
 
     def _collect(self) -> None:

@@ -26,6 +26,7 @@ from trencadis.engine.models.paged_context import (
     RaggedChunk,
     RaggedContext,
 )
+from trencadis.engine.models.state_layers import StateRow
 from trencadis.engine.runner.shapes import (
     DecodeShape,
     ForwardShape,
@@ -75,6 +76,7 @@ class ModelInput:
     ``num_sampler_words`` for each row of the batch, which the sampler reads. A token id -n of a
     decode stands for that in slot n of ``sampled_ids``, see `Sampler`. ``adapter_slots``: int32
     ``[T]``, the slot of each token's adapter, 0 for none; None where no token has one.
+    ``state_rows``: where its sequences are, for layers that keep a state; none in a dummy batch.
     """
 
     shape: ForwardShape
@@ -84,6 +86,7 @@ class ModelInput:
     layer_run: LayerRun | None = None
     sampled_ids: torch.Tensor | None = None
     adapter_slots: torch.Tensor | None = None
+    state_rows: Sequence[StateRow] = ()
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -173,6 +176,37 @@ def first_rows(sequences: Sequence[ScheduledSequence], shape: ForwardShape) -> d
             padding = shape.decode.num_tokens - num_decodes
             starts = [start + padding * (i >= num_decodes) for i, start in enumerate(starts)]
     return {sequence.seq_id: start for sequence, start in zip(sequences, starts, strict=False)}
+
+
+def state_rows(sequences: Sequence[ScheduledSequence], shape: ForwardShape) -> list[StateRow]:
+    """Where the sequences of a batch of this shape are, and where their states."""
+    starts = first_rows(sequences, shape)
+    return [
+        StateRow(
+            starts[sequence.seq_id],
+            len(sequence.token_ids),
+            sequence.state_slot,
+            sequence.start == 0,
+        )
+        for sequence in sequences
+    ]
+
+
+def dummy_rows(shape: ForwardShape) -> list[StateRow]:
+    """The rows of a batch without sequences: all its tokens, as a full batch would have them."""
+    if isinstance(shape, PromptShape):
+        lengths = [shape.query] * shape.batch
+    elif isinstance(shape, RaggedShape):
+        lengths = [size.tokens for size in shape.chunks]
+    elif isinstance(shape, MixedShape):
+        decodes = dummy_rows(shape.decode)
+        begin = shape.decode.num_tokens
+        chunks = (row._replace(offset=begin + row.offset) for row in dummy_rows(shape.prompt))
+        return [*decodes, *chunks]
+    else:
+        lengths = [1] * shape.batch
+    offsets = [0, *np.cumsum(lengths).tolist()]
+    return [StateRow(*row) for row in zip(offsets, lengths, strict=False)]
 
 
 def adapter_slots(

@@ -208,6 +208,8 @@ class ModelRunner:
         if step.moves:
             with self.forward_runner.count_compilations("block copy"):
                 pending.swap_s = copy_blocks(step.moves, self._cache, self._device)
+        if step.state_moves and self._cache.states is not None:
+            self._cache.states.carry_out(step.state_moves)
         if step.adapter_slots and self._adapters is not None:
             self._adapters.place(step.adapter_slots)
         if step.decodes or step.prompts:
@@ -290,6 +292,8 @@ class ModelRunner:
                 for batch in make_batches(scheduled, step.step.rows)
             ]
         except Exception as error:
+            if self.forward_runner.states is not None:
+                self.forward_runner.states.drop()
             if not (self._divides_failed_batches or isinstance(error, BucketMiss)):
                 raise
             if len(scheduled) == 1:
@@ -305,6 +309,9 @@ class ModelRunner:
                 error,
             )
         else:
+            if self.forward_runner.states is not None:
+                # Not before: of the batches of a part that is repeated, some may have passed.
+                self.forward_runner.states.commit()
             for scored, sampled in launched:
                 step.scored += scored
                 step.sampled += sampled

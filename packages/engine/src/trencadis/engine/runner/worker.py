@@ -124,6 +124,7 @@ class Worker:
         self.spec = _inspect(config)
         self._max_model_len = self._resolve_max_model_len()
         spec, self._divided = self.spec, None
+        self._check_states()
         if part is not None:
             self._divided = divide(spec.config, spec.layers, spec.source, part)
         computed = spec.layers if self._divided is None else self._divided.layers
@@ -317,6 +318,11 @@ class Worker:
         return self._sizing.block_bytes
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one sequence in all layers; 0 where none keeps one."""
+        return self._sizing.state_bytes
+
+    @property
     def num_shared_blocks(self) -> int:
         """How many of the first blocks decode scores once for all sequences; 0 for none."""
         if self.read is not DecodeRead.PREFIX or not self.device.attention.scores_shared:
@@ -417,6 +423,23 @@ class Worker:
                 "serve on cpu",
                 "kv_cache_dtype",
             )
+
+    def _check_states(self) -> None:
+        """Raise `ConfigError` for settings that layers with a state are not computed under yet."""
+        if not any(layer.states for layer in self.spec.layers):
+            return
+        for setting, value in (
+            ("compile", False),
+            ("enable_lora", False),
+            ("tensor_parallel_size", 1),
+        ):
+            found = getattr(self.config, setting)
+            if found not in (value, None):
+                raise ConfigError(
+                    f"{setting} {found} does not work with layers that keep a state, which "
+                    f"{self.spec.source} has, yet: leave it out",
+                    setting,
+                )
 
     def _check_adapters(self) -> None:
         if self.config.enable_lora and self.config.compile and self.device.attention.as_operator:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import psutil
 import torch
 from torch import fx, nn
@@ -32,7 +33,7 @@ from trencadis.engine.devices.cpu.tiled_linear import (
 from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
 from trencadis.engine.models.adapter_layers import AdapterKernel
-from trencadis.engine.models.layer_spec import LayerSpec, spec_of
+from trencadis.engine.models.layer_spec import LayerSpec, specs_of
 from trencadis.engine.models.packed_weight import QuantizedLinear, WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention, LayerRun
 from trencadis.engine.models.quantized_cache import CACHE_DTYPES
@@ -135,6 +136,10 @@ class CPUDevice(Device):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
         return PendingCopy(tensors, self.synchronize)
 
+    def supports(self, layer: LayerSpec) -> str | None:
+        """A layer that keeps a state is transformers' own code, which takes any shape."""
+        return super().supports(attrs.evolve(layer, states=()))
+
     def weight_use(self, form: WeightFormat) -> WeightUse:
         return WeightUse.EXPANDED if form.is_float else WeightUse.MULTIPLIED
 
@@ -209,7 +214,10 @@ class CPUDevice(Device):
         return self._programs.compiled
 
     def _attention_of(self, model: nn.Module) -> CPUAttention:
-        layer, dtype = spec_of(model), next(model.parameters()).dtype
+        layer = next((spec for spec in specs_of(model) if spec.heads), None)
+        if layer is None:
+            return CPUAttention()
+        dtype = next(model.parameters()).dtype
         try:
             kernel = attention_kernel_of(
                 *(layer, dtype, self._kernels), trusted=self._trusted, cached=self.kv_cache_dtype

@@ -1,0 +1,262 @@
+"""Layers that keep a state of fixed size for all tokens before: Mamba, short convolutions, others.
+
+transformers computes them: its module of a layer is called for the sequences of a batch, with an
+object in place of transformers' cache that has the states of these sequences. The sequences with
+one token share a call, in rows; each longer prefill chunk has a call of its own. Some modules, as
+that of Mamba 1, begin a chunk with sums of zero: there a chunk with tokens before takes a call for
+each of its tokens.
+
+A forward pass reads the slots of the states and keeps the new states apart, until
+`StateLayers.commit`: a pass that fails, or is repeated for fewer sequences, has changed nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from torch import nn
+
+from trencadis.engine.errors import ModelError
+from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.kvcache import PADDING_SLOT
+from trencadis.kvcache.state_cache import StateCache, StateKey, StateShape
+
+CONV = "conv"
+RECURRENT = "recurrent"
+"""The kinds of states that transformers' cache has: the last inputs of a convolution, and sums."""
+
+CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+"""How models and their layers call the argument that has the cache."""
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The name that a forward function has for its cache; None where it takes none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+class StateRow(NamedTuple):
+    """A sequence of a batch: its ``num_tokens`` tokens begin at ``offset`` in the forward pass.
+
+    ``slot``: that of its state; `PADDING_SLOT` where no state is read or kept. ``is_first``: it has
+    no tokens before, so its state is zero.
+    """
+
+    offset: int
+    num_tokens: int
+    slot: int = PADDING_SLOT
+    is_first: bool = True
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """Rows of a batch that share a call: tokens ``[rows, tokens]``, slots ``[rows]``.
+
+    ``begun``: ``[rows]``, 1.0 where there is a state to read and 0.0 where it is zero.
+    """
+
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    begun: torch.Tensor | None
+
+    @classmethod
+    def of(cls, rows: Sequence[StateRow]) -> _Part:
+        offsets = torch.tensor([row.offset for row in rows])
+        begun = torch.tensor([not row.is_first for row in rows])
+        return cls(
+            offsets[:, None] + torch.arange(rows[0].num_tokens),
+            torch.tensor([row.slot for row in rows]),
+            None if begun.all() else begun,
+        )
+
+
+class StateLayers:
+    """The layers of a model that keep a state. Made once: it replaces their ``forward``.
+
+    ``layers``: the specs of the model's layers, by their number. Raises `ModelError` for a model
+    that has no module that a spec names.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[LayerSpec]) -> None:
+        self._shapes = {i: layer.states for i, layer in enumerate(layers) if layer.states}
+        self._cache: StateCache | None = None
+        self._parts: list[_Part] = []
+        self._kept: list[tuple[int, torch.Tensor, Mapping[StateKey, torch.Tensor]]] = []
+        config: Any = model.config
+        width = config.get_text_config(decoder=True).hidden_size
+        by_tokens: dict[str, bool] = {}
+        found: set[int] = set()
+        modules: Any = model.modules()
+        for module in modules:
+            name, number = type(module).__name__, getattr(module, "layer_idx", None)
+            if number not in self._shapes or name != layers[number].state_module:
+                continue
+            argument = cache_argument(module.forward) or CACHE_ARGUMENTS[0]
+            if name not in by_tokens:
+                by_tokens[name] = _ignores_sums(module, argument, self._shapes[number], width)
+            of_layer = (number, module.forward, argument, by_tokens[name])
+            module.forward = functools.partial(self._forward, *of_layer)
+            found.add(number)
+        for number in self._shapes.keys() - found:
+            raise ModelError(
+                f"layer {number} has no {layers[number].state_module}, which keeps its state: "
+                "serve another model"
+            )
+
+    def use_cache(self, cache: StateCache | None) -> None:
+        """Read and keep states there from now on."""
+        self._cache = cache
+        self.drop()
+
+    def begin(self, rows: Sequence[StateRow]) -> None:
+        """The next forward pass has these sequences. Tokens of none of them are padding."""
+        singles = [row for row in rows if row.num_tokens == 1]
+        self._parts = [_Part.of(singles)] if singles else []
+        self._parts += [_Part.of([row]) for row in rows if row.num_tokens > 1]
+
+    def commit(self) -> None:
+        """Keep the new states of the forward passes since the last call of this or of `drop`."""
+        kept, self._kept = self._kept, []
+        for layer, slots, states in kept:
+            for key, state in states.items():
+                if self._cache is not None:
+                    self._cache.part(layer, key).index_copy_(0, slots, state)
+
+    def drop(self) -> None:
+        """Forget the new states: the passes have failed, or served no sequence."""
+        self._kept.clear()
+
+    def _forward(
+        self,
+        layer: int,
+        own: Callable[..., torch.Tensor],
+        argument: str,
+        by_tokens: bool,
+        hidden_states: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        """A layer's part with a state: ``[1, T, hidden size]``, as its own ``forward``, ``own``.
+
+        ``argument``: the name that its cache has there. ``by_tokens``: see `_ignores_sums`. What
+        the model passes besides, such as masks, is for batches of another form.
+        """
+        result = torch.zeros_like(hidden_states)
+        for part in self._parts:
+            states = LayerStates(
+                {shape.key: self._read(layer, shape, part) for shape in self._shapes[layer]}
+            )
+            given: dict[str, Any] = {argument: states}
+            steps: Sequence[torch.Tensor] = (part.tokens,)
+            if by_tokens and part.begun is None:
+                steps = torch.split(part.tokens, 1, dim=1)
+            for tokens in steps:
+                result[0, tokens] = own(hidden_states[0, tokens], **given)
+            self._kept.append((layer, part.slots, states.states))
+        return result
+
+    def _read(self, layer: int, shape: StateShape, part: _Part) -> torch.Tensor:
+        """The states of the sequences of a part, ``[rows, ...]``: a copy."""
+        if self._cache is None:
+            raise ModelError(f"layer {layer} keeps a state, and there is no cache for it")
+        read = self._cache.part(layer, shape.key).index_select(0, part.slots)
+        if part.begun is None:
+            return read
+        begun = part.begun.view(-1, *[1] * (read.dim() - 1))
+        return torch.where(begun, read, torch.zeros((), dtype=read.dtype))
+
+
+class LayerStates:
+    """What transformers' module of a layer takes for its cache: the states of some sequences.
+
+    ``states``: each part of them, ``[sequences, ...]``; new ones once the module was called. The
+    methods are those of ``transformers.cache_utils.Cache`` that such modules call. A sequence
+    without tokens before has states of zeros, which compute what no states would.
+    """
+
+    def __init__(self, states: dict[StateKey, torch.Tensor]) -> None:
+        self.states = states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        del layer_idx
+        return False
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        del layer_idx, state_idx
+        return True
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        """The last inputs of a convolution. A module may change it in place."""
+        del layer_idx
+        return self.states[StateKey(CONV, state_idx)]
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Add inputs; returns them after those that the state had."""
+        del layer_idx
+        key = StateKey(CONV, state_idx)
+        known = torch.cat((self.states[key], conv_states), dim=-1)
+        self.states[key] = known[..., -self.states[key].shape[-1] :]
+        return known
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        """A state of sums. A module may change it in place."""
+        del layer_idx
+        return self.states[StateKey(RECURRENT, state_idx)]
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Replace a state."""
+        del layer_idx
+        key = StateKey(RECURRENT, state_idx)
+        self.states[key] = recurrent_states.to(self.states[key].dtype)
+        return self.states[key]
+
+
+@torch.inference_mode()
+def _ignores_sums(module: Any, argument: str, shapes: Sequence[StateShape], width: int) -> bool:
+    """Whether two tokens come out alike after sums of zeros and of ones.
+
+    ``width``: that of the hidden states.
+    """
+    if not any(shape.key.kind == RECURRENT for shape in shapes):
+        return False
+    weight = next(module.parameters())
+    hidden = weight.new_ones(1, 2, width)
+    results = []
+    for value in (0.0, 1.0):
+        states = {
+            shape.key: weight.new_full(
+                (1, *shape.shape),
+                value if shape.key.kind == RECURRENT else 0.0,
+                dtype=shape.dtype or weight.dtype,
+            )
+            for shape in shapes
+        }
+        given: dict[str, Any] = {argument: LayerStates(states)}
+        results.append(module(hidden, **given))
+    return torch.equal(*results)
+
+
+def state_layers_of(model: nn.Module) -> StateLayers | None:
+    """Those that `load_model` has found in a model; None where no layer keeps a state."""
+    found: StateLayers | None = vars(model).get(_ATTRIBUTE)
+    return found
+
+
+def find_state_layers(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
+    """Let a model have its `StateLayers`, where some of its layers keep a state."""
+    if any(layer.states for layer in layers):
+        vars(model)[_ATTRIBUTE] = StateLayers(model, layers)
+
+
+_ATTRIBUTE = "trencadis_state_layers"

@@ -1,0 +1,402 @@
+"""Layers that keep a state: it has each token of its sequence once, whatever the engine does."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_families import save_family
+from request_mix import GREEDY, WAYS, serve
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from trencadis.engine import (
+    LLM,
+    BatchControl,
+    ConfigError,
+    EngineConfig,
+    EngineCore,
+    GenerateRequest,
+    SamplingParams,
+    StructuredOutput,
+)
+from trencadis.engine.core.config_payload import config_payload
+from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.devices.cpu import CPUDevice
+
+from .conftest import SESSION_DEVICE
+
+pytestmark = pytest.mark.skipif(SESSION_DEVICE is not None, reason="the CPU alone has states")
+
+FAMILIES = ("Falcon-H1", "Granite 4 (hybrid)", "Jamba", "LFM 2", "Mamba 2", "Qwen 3 Next")
+HYBRID = "Granite 4 (hybrid)"
+
+SMALL = {
+    **{"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "warmup": "none"},
+    **{"max_num_batched_tokens": 24, "block_size": 8},
+}
+AMPLE = {"num_blocks": 129}
+SCARCE = {"num_blocks": 19}
+SWAPPED = {"num_blocks": 19, "num_host_blocks": 64}
+
+PLAIN = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Shorter than the inputs that a convolution keeps, and longer than several chunks."""
+    rng = random.Random(3)
+    return [[rng.randrange(250) for _ in range(rng.randint(1, 60))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, add_tokenizer: Callable[[Path], None]
+) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of_family(family: str) -> Path:
+        if family not in made:
+            made[family] = save_family(family, tmp_path_factory.mktemp("state"))
+            add_tokenizer(made[family])
+        return made[family]
+
+    return of_family
+
+
+@pytest.fixture(scope="module")
+def hybrid(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint(HYBRID)
+
+
+def make_core(model: Path, **changes: Any) -> EngineCore:
+    return EngineCore(EngineConfig(model=str(model), **SMALL | AMPLE | changes))
+
+
+def greedy_of_transformers(model: Path, given: list[list[int]]) -> list[list[int]]:
+    own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for prompt in given:
+        ids = torch.tensor([prompt])
+        # Without a mask, tokens like that of padding would be hidden.
+        whole = own.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        found.append(whole[0, len(prompt) :].tolist())
+    return found
+
+
+def generated(model: Path, given: list[list[int]], **changes: Any) -> tuple[list[Any], LLM]:
+    llm = LLM(str(model), **SMALL | AMPLE | changes)
+    answers = [list(each.completions[0].token_ids) for each in llm.generate(given, PLAIN)]
+    assert llm.core.stats.num_used_blocks == 0
+    return answers, llm
+
+
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [(HYBRID, 8), *(pytest.param(name, 48, marks=pytest.mark.slow) for name in FAMILIES)],
+)
+def test_tokens_are_those_of_transformers_whatever_the_engine_does(
+    checkpoint: Callable[[str], Path], family: str, count: int
+) -> None:
+    given = prompts(count)
+    model = checkpoint(family)
+    expected = greedy_of_transformers(model, given)
+    ways = {
+        "alone": {"max_num_seqs": 1, "max_num_batched_tokens": 64},
+        "together": {"max_num_batched_tokens": 512, "max_num_seqs": 48, "num_blocks": 800},
+        "in chunks, and recomputed": SCARCE,
+        "in chunks, and swapped": SWAPPED,
+        "steps in flight": {"async_scheduling": True, **SCARCE},
+        "without buckets": {"use_buckets": False, **SCARCE},
+    }
+    for way, changes in ways.items():
+        answers, llm = generated(model, given, **changes)
+        assert answers == expected, way
+        if "num_blocks" in changes and way != "together":
+            assert llm.core.stats.num_preemptions > 0
+        assert bool(llm.core.stats.num_swaps) == (changes is SWAPPED)
+
+
+def by_sample(reported: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
+    return {
+        key: [
+            [token.token_id for token in of_key if token.index == index]
+            for index in sorted({token.index for token in of_key})
+        ]
+        for key, of_key in reported.items()
+    }
+
+
+def evicting(core: EngineCore) -> EngineCore:
+    """Has everything evicted again and again."""
+    step, count = core.step, 0
+
+    def stepping() -> Any:
+        nonlocal count
+        count += 1
+        if count % 5 == 0:
+            core.control(BatchControl(force_evict=99))
+            core.control(BatchControl(max_num_seqs=8))  # which lets them resume at once
+        return step()
+
+    core.step = stepping  # type: ignore[method-assign]
+    return core
+
+
+PRESSURES = ({"num_host_blocks": 128}, {"num_host_blocks": 0}, {"async_scheduling": True})
+
+
+@pytest.mark.parametrize(
+    ("family", "pressures"),
+    [
+        (HYBRID, PRESSURES[:1]),
+        *(pytest.param(name, PRESSURES, marks=pytest.mark.slow) for name in FAMILIES),
+    ],
+)
+def test_samples_and_beams_are_those_of_a_model_that_is_never_preempted(
+    checkpoint: Callable[[str], Path], family: str, pressures: Sequence[dict[str, Any]]
+) -> None:
+    model = checkpoint(family)
+    ways = [*WAYS["greedy"], *WAYS["seeds"][:1], *WAYS["samples"], *WAYS["beams"]]
+    expected = by_sample(serve(make_core(model), ways, 2 * len(ways)))
+    for changes in pressures:
+        core = make_core(model, **changes)
+        assert by_sample(serve(evicting(core), ways, 2 * len(ways))) == expected, changes
+        assert core.stats.num_preemptions > 5
+        assert bool(core.stats.num_swaps) == bool(changes.get("num_host_blocks"))
+        assert core.stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "family", [HYBRID, *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES)]
+)
+def test_beams_are_those_of_transformers(checkpoint: Callable[[str], Path], family: str) -> None:
+    model = checkpoint(family)
+    own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    params = SamplingParams(n=2, best_of=3, use_beam_search=True, max_tokens=10)
+    given = prompts(6)
+    answers = LLM(str(model), **SMALL | AMPLE).generate(given, params)
+    for prompt, answer in zip(given, answers, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = own.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            **{"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 10},
+            **{"do_sample": False, "pad_token_id": 0},
+        )[:, len(prompt) :].tolist()
+        for completion, expected in zip(answer.completions, theirs, strict=True):
+            ours = list(completion.token_ids)
+            assert ours == expected[: len(ours)]
+
+
+def test_an_abort_leaves_the_states_of_the_others(hybrid: Path) -> None:
+    given = prompts(8)
+    expected, _ = generated(hybrid, given)
+    core = make_core(hybrid, **SWAPPED)
+    for number, prompt in enumerate(given):
+        core.add(f"{number}", GenerateRequest(tuple(prompt), PLAIN))
+    tokens: dict[str, list[int]] = {f"{number}": [] for number in range(8)}
+    for count in range(500):
+        if not core.has_work:
+            break
+        if count and count % 4 == 0:
+            core.abort(f"{count // 4}")  # running, waiting or swapped
+        if count % 3 == 0 and count < 80:
+            core.add(f"late {count}", GenerateRequest(tuple(given[0]), PLAIN))
+            tokens[f"late {count}"] = []
+        if count % 6 == 1:
+            core.abort(f"late {count - 4}")
+        for token in core.step():
+            tokens[token.key].append(token.token_id)
+    assert core.stats.num_used_blocks == 0
+    assert tokens["0"] == expected[0]
+    for number in range(8):
+        got = tokens[f"{number}"]
+        assert got == expected[number][: len(got)]
+    assert any(len(got) == 16 for key, got in tokens.items() if key.startswith("late"))
+    late = [got for key, got in tokens.items() if key.startswith("late")]
+    assert all(got == expected[0][: len(got)] for got in late)
+
+
+def test_structured_answers_are_the_same_under_preemption(hybrid: Path) -> None:
+    """Among them chunks of tokens that a grammar forces."""
+    schema = {
+        "type": "object",
+        "properties": {"a_long_name": {"type": "integer", "maximum": 9}, "b": {"type": "boolean"}},
+        "required": ["a_long_name", "b"],
+    }
+    way = {**GREEDY, "max_tokens": 48, "structured_output": StructuredOutput(json_schema=schema)}
+    way["ignore_eos"] = False
+    expected = by_sample(serve(make_core(hybrid), [way], 4))
+    assert by_sample(serve(evicting(make_core(hybrid, num_host_blocks=64)), [way], 4)) == expected
+    alone = make_core(hybrid, max_num_seqs=1)
+    assert by_sample(serve(alone, [way], 4)) == expected
+
+
+class Fault(nn.Module):
+    """Fails in the last layer, once the states of the others are computed."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+        self.times: list[int] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.times and self.times.pop(0):
+            raise RuntimeError("a defect of a pass")
+        return self.own(hidden)
+
+
+@pytest.mark.parametrize("failing", [[1], [0, 1], [1, 1], [1, 0, 1], [0, 0, 1]])
+def test_a_pass_that_is_repeated_in_halves_advances_each_state_once(
+    hybrid: Path, failing: list[int]
+) -> None:
+    given = prompts(6)
+    expected, _ = generated(hybrid, given)
+    core = make_core(hybrid, max_num_batched_tokens=300)
+    model = core.executor.worker._model.model  # type: ignore[attr-defined]
+    model.norm = fault = Fault(model.norm)
+    for number, prompt in enumerate(given):
+        core.add(f"{number}", GenerateRequest(tuple(prompt), PLAIN))
+    tokens: dict[str, list[int]] = {f"{number}": [] for number in range(6)}
+    count = 0
+    while core.has_work:
+        if count in (0, 3, 9):
+            fault.times = list(failing)
+        count += 1
+        for token in core.step():
+            tokens[token.key].append(token.token_id)
+        assert not core.take_failures()
+    assert list(tokens.values()) == expected
+
+
+def test_a_step_that_fails_as_a_whole_leaves_no_state_behind(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = prompts(4)
+    expected, _ = generated(hybrid, given)
+    core = make_core(hybrid)
+
+    def fail(step: Any, execute: Callable[[Any], Any]) -> Any:
+        execute(step)
+        raise RuntimeError("the results of a step are lost")
+
+    for number, prompt in enumerate(given):
+        core.add(f"lost {number}", GenerateRequest(tuple(prompt), PLAIN))
+    core.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(core.executor, "execute", partial(fail, execute=core.executor.execute))
+        core.step()
+    assert {failure.key for failure in core.take_failures()} >= {"lost 0"}
+    while core.has_work:
+        core.step()
+    for number, prompt in enumerate(given):
+        core.add(f"{number}", GenerateRequest(tuple(prompt), PLAIN))
+    tokens: dict[str, list[int]] = {f"{number}": [] for number in range(4)}
+    while core.has_work:
+        for token in core.step():
+            tokens[token.key].append(token.token_id)
+    assert list(tokens.values()) == expected
+
+
+def test_after_sleep_and_after_a_switch_states_begin_anew(
+    hybrid: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    given = [tuple(prompt) for prompt in prompts(4)]
+    other = checkpoint("LFM 2")
+
+    def tokens(core: EngineCore) -> list[list[int]]:
+        for number, prompt in enumerate(given):
+            core.add(f"{number}", GenerateRequest(prompt, PLAIN))
+        found: dict[str, list[int]] = {f"{number}": [] for number in range(4)}
+        while core.has_work:
+            for token in core.step():
+                found[token.key].append(token.token_id)
+        return list(found.values())
+
+    core = make_core(hybrid)
+    first, second = tokens(core), tokens(make_core(other))
+    switcher = ModelSwitcher(core)
+    for level in (1, 2):
+        core.add("running", GenerateRequest(given[0], PLAIN))
+        core.step()
+        switcher.sleep(level)
+        switcher.wake_up()
+        assert tokens(core) == first
+    for model, expected in ((other, second), (hybrid, first)):
+        config = EngineConfig(model=str(model), **SMALL | AMPLE)
+        switcher.reconfigure_engine(config_payload(config), 1 << 30)
+        assert tokens(core) == expected
+
+
+def test_a_decode_of_many_sequences_is_one_call_of_each_layer(hybrid: Path) -> None:
+    core = make_core(hybrid, max_num_seqs=32, max_num_batched_tokens=600, num_blocks=400)
+    calls: list[int] = []
+    for layer in core.executor.worker._model.model.layers:  # type: ignore[attr-defined]
+        if layer.mamba is not None:
+            layer.mamba.in_proj.register_forward_hook(
+                lambda _, given, __: calls.append(given[0].shape[0])
+            )
+    for number in range(32):
+        core.add(f"{number}", GenerateRequest((1, 2, number), PLAIN))
+    core.step()
+    calls.clear()
+    core.step()
+    assert calls == [32, 32]
+
+
+def test_prefixes_are_not_cached_and_a_line_says_so(
+    hybrid: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "trencadis.engine")
+    core = make_core(hybrid, enable_prefix_caching=True)
+    assert "Prefixes are not cached: the layers of" in caplog.text
+    assert "Layers that keep a state: " in caplog.text
+    prompt = tuple(range(60))
+    for key in ("a", "b"):
+        core.add(key, GenerateRequest(prompt, PLAIN))
+        while core.has_work:
+            core.step()
+    assert core.stats.num_prefix_query_tokens == core.stats.num_prefix_hit_tokens == 0
+    assert core.stats.num_prefill_tokens == 120
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("compile", True),
+        ("enable_lora", True),
+        pytest.param("tensor_parallel_size", 2, marks=pytest.mark.slow),  # two processes start
+    ],
+)
+def test_what_states_are_not_computed_under_is_rejected_by_name(
+    hybrid: Path, setting: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} {value} does not work with layers that keep"):
+        make_core(hybrid, **{setting: value})
+
+
+def test_states_that_do_not_fit_are_rejected_before_the_weights_are_loaded(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CPUDevice, "total_memory", lambda _: 1 << 20)
+    with pytest.raises(ConfigError, match="the states of max_num_seqs 99 sequences take"):
+        make_core(hybrid, max_num_seqs=99)
+
+
+@pytest.mark.parametrize("family", ["Jamba", HYBRID, "Mamba 2"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}], ids=str
+)
+def test_states_have_dtypes_of_their_own_whatever_is_rounded(
+    checkpoint: Callable[[str], Path], family: str, changes: dict[str, Any]
+) -> None:
+    _, llm = generated(checkpoint(family), prompts(4), dtype="bfloat16", **changes)
+    cache = llm.core.executor.worker.cache.states  # type: ignore[attr-defined]
+    assert {part.dtype for part in cache._parts.values()} == {torch.bfloat16, torch.float32}
