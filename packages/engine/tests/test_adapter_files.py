@@ -290,6 +290,46 @@ HOSTILE: dict[str, tuple[Write, str]] = {
     ),
     "zeros": (weight_bytes(lambda content: bytes(len(content))), "cannot be read"),
     "text": (weight_bytes(lambda content: b"not a file of tensors" * 40), "cannot be read"),
+    **{
+        f"the first {count} bytes": (
+            weight_bytes(lambda content, count=count: content[:count]),
+            "cannot be read",
+        )
+        for count in (1, 8, 9, 16, 64, 100, 250, 400, 1000)
+    },
+    **{
+        f"a header of {length} bytes": (
+            weight_bytes(lambda content, n=length: n.to_bytes(8, "little") + content[8:]),
+            "cannot be read",
+        )
+        for length in (0, 1, 7, 2**16, 2**32, 2**62, 2**64 - 1)
+    },
+    **{
+        f"an entry with {field} {value!r}": (
+            header(lambda h, field=field, value=value: h[A].update({field: value})),
+            "cannot be read",
+        )
+        for field, values in {
+            "dtype": ("", "f32", "F64", "BF16", None, 3, ["F32"]),
+            "shape": (None, "4x48", 4, [4], [4, 48, 2], [[4, 48]], {"0": 4}),
+            "data_offsets": (None, [], [0], 0, "0", [1, 769], [0, 767], [-1, 767]),
+        }.items()
+        for value in values
+    },
+    **{
+        f"an entry that is {value!r}": (
+            header(lambda h, value=value: h.update({A: value})),
+            "cannot be read",
+        )
+        for value in (None, 3, [], "F32", {})
+    },
+    **{
+        f"metadata {value!r}": (
+            header(lambda h, value=value: h.update({"__metadata__": value})),
+            "cannot be read",
+        )
+        for value in (3, [], "x", {"a": 1}, {"a": {}})
+    },
     "an unknown dtype": (header(lambda h: h[A].update(dtype="F7")), "cannot be read"),
     "a negative shape": (header(lambda h: h[A].update(shape=[-4, -48])), "cannot be read"),
     "a huge shape": (header(lambda h: h[A].update(shape=[2**40, 2**40])), "cannot be read"),
@@ -326,7 +366,7 @@ def test_a_hostile_adapter_is_refused_by_the_name_of_its_file(name: str, tmp_pat
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len(HOSTILE) >= 130
+    assert len(HOSTILE) >= 200
 
 
 def test_what_is_too_large_for_half_precision_is_refused(tmp_path: Path) -> None:
