@@ -14,7 +14,7 @@ import torch
 from model_families import save_family
 from request_mix import GREEDY, WAYS, serve
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from trencadis.engine import (
     LLM,
@@ -400,3 +400,16 @@ def test_states_have_dtypes_of_their_own_whatever_is_rounded(
     _, llm = generated(checkpoint(family), prompts(4), dtype="bfloat16", **changes)
     cache = llm.core.executor.worker.cache.states  # type: ignore[attr-defined]
     assert {part.dtype for part in cache._parts.values()} == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize("family", [HYBRID, "Mamba 2"])
+def test_embeddings_are_the_last_hidden_states(
+    checkpoint: Callable[[str], Path], family: str
+) -> None:
+    model, given = checkpoint(family), prompts(4)
+    own = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
+    answers = LLM(str(model), runner="pooling", **SMALL | AMPLE).embed(given)
+    for prompt, answer in zip(given, answers, strict=True):
+        hidden = own(torch.tensor([prompt])).last_hidden_state[0, -1]
+        expected = hidden / hidden.norm()
+        torch.testing.assert_close(torch.tensor(answer.vector), expected, rtol=1e-4, atol=1e-5)

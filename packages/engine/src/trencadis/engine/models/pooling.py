@@ -26,12 +26,14 @@ _CAUSAL = "ForCausalLM"
 class HiddenStates(nn.Module):
     """Takes the place of an output head: its result is what the head would have been given.
 
-    ``in_features``: the length of a hidden state.
+    ``in_features``: the length of a hidden state. ``weight`` has no elements, and the dtype of the
+    head's, which Mamba 2 asks for.
     """
 
-    def __init__(self, in_features: int) -> None:
+    def __init__(self, in_features: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features = in_features
+        self.weight = torch.empty(0, dtype=dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -99,8 +101,8 @@ def check_hidden_states(model: Any) -> None:
 
 def remove_head(model: Any) -> None:
     """Let a model return the hidden states that its head would be given, and no logits."""
-    width = model.get_output_embeddings().in_features
-    model.set_submodule(head_name(model), HiddenStates(width))
+    head = model.get_output_embeddings()
+    model.set_submodule(head_name(model), HiddenStates(head.in_features, head.weight.dtype))
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "final_logit_softcapping", None) is not None:
         text.final_logit_softcapping = None  # it would bend the hidden states
