@@ -297,7 +297,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"engine_protocol", "errors", "request_ids", "settings"},
         {"parsers"},
         {"api", "http", "metrics"},
-        {"dashboard", "generation", "switching"},
+        {"batches", "dashboard", "generation", "switching"},
         {"routes"},
         {"app"},
         {"commands", "launch"},
@@ -309,9 +309,11 @@ FLOORS: dict[str, list[set[str]]] = {
         {"bench_plot", "terminal"},
         {"bench"},
     ],
+    "server.batches": [{"batch_line", "file_store"}, {"batch_runner"}],
     "server.api": [
         {
             "attrs_fields",
+            "batches",
             "characters",
             "error_responses",
             "logprobs",
@@ -330,7 +332,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"prompts"},
     ],
     "server.http": [
-        {"api_keys", "json_decoder", "paths"},
+        {"api_keys", "json_decoder", "multipart", "paths"},
         {"error_response"},
         {
             "allowed_hosts",
@@ -359,7 +361,16 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server.routes": [
         {"context", "docs"},
-        {"adapters", "admin", "dashboard", "generation_response", "health", "models", "switch"},
+        {
+            "adapters",
+            "admin",
+            "batches",
+            "dashboard",
+            "generation_response",
+            "health",
+            "models",
+            "switch",
+        },
         {"stored_responses"},
         {"chat", "completions", "messages", "pooling", "responses", "tokens"},
         {"invocations"},

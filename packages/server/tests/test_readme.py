@@ -17,6 +17,8 @@ from trencadis.server import ServerSettings, create_app, engine_protocol
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
 from trencadis.server.metrics.metric_tables import (
     ADMISSION_REJECTIONS,
+    BATCH_LINES,
+    BATCHES,
     ENGINE_HISTOGRAMS,
     ENGINE_METRICS,
     KEY_METRICS,
@@ -73,6 +75,7 @@ def metrics_list() -> str:
     rows += [(metric.name, metric.help) for metric in REQUEST_METRICS]
     rows += [(f"{name}_total", about) for name, about, _ in (REQUEST_SUCCESS, ADMISSION_REJECTIONS)]
     rows += [(f"{m.name}_total" if m.kind == "counter" else m.name, m.help) for m in SWITCH_METRICS]
+    rows += [BATCHES[:2], (f"{BATCH_LINES[0]}_total", BATCH_LINES[1])]
     rows += [(f"{metric.name}_total", metric.help) for metric in KEY_METRICS]
     return "\n".join(f"- `{name}`: {about}" for name, about in dict.fromkeys(rows))
 
@@ -82,12 +85,16 @@ def test_the_page_lists_all_metrics():
     assert listed.strip() == metrics_list()
 
 
-def test_the_page_lists_every_route():
+def test_the_page_lists_every_route(tmp_path):
     """And so a router that the app does not include is noticed."""
     listed = set()
     for paths in re.findall(r"^- (`(?:GET|POST) .*?): ", API, re.MULTILINE):
         listed |= set(re.findall(r"`(?:GET |POST )?(/[^`]*)`", paths))
-    settings = ServerSettings(server_dev_mode=True, enable_tokenizer_info_endpoint=True)
+    settings = ServerSettings(
+        server_dev_mode=True,
+        enable_tokenizer_info_endpoint=True,
+        batch_directory=str(tmp_path),
+    )
     app = create_app(SwitchingStandIn(), settings)
     served = {re.sub(r":\w+}", "}", path) for path in app.openapi()["paths"]}
     assert (

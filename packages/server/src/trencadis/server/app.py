@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 
 from trencadis.server import __version__
 from trencadis.server.api.error_responses import DescribedApp
+from trencadis.server.batches.batch_runner import BatchRunner
+from trencadis.server.batches.file_store import UNFINISHED, BatchStore
 from trencadis.server.dashboard.feed import DashboardFeed
 from trencadis.server.engine_protocol import ServingEngine, as_switching
 from trencadis.server.generation.prompts import PromptEncoder
@@ -24,12 +28,14 @@ from trencadis.server.http.cancelled_requests import CancelledRequests
 from trencadis.server.http.error_handlers import install_error_handlers
 from trencadis.server.http.json_body import JsonBodies
 from trencadis.server.http.key_limit import KeyLimit
+from trencadis.server.http.paths import is_upload
 from trencadis.server.http.request_body import UNREAD_FACTOR, BodyLimit
 from trencadis.server.http.request_id_header import RequestIdHeader
-from trencadis.server.metrics.serving_metrics import ServingMetrics
+from trencadis.server.metrics.serving_metrics import BatchMetrics, ServingMetrics
 from trencadis.server.metrics.tracing import RequestTracer
 from trencadis.server.routes.adapters import adapters_router
 from trencadis.server.routes.admin import admin_router
+from trencadis.server.routes.batches import batches_router, files_router
 from trencadis.server.routes.chat import chat_router
 from trencadis.server.routes.completions import completions_router
 from trencadis.server.routes.context import Drain, ServingContext
@@ -56,7 +62,8 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     and, since an engine of several models is a `SwitchingEngine`, ``multi_model_config`` and
     ``model_stash_gib``. `end_streams` ends what would keep a server from stopping.
     Raises `ConfigError` for a parser that does not exist, where traces cannot be exported, for a
-    model with a ``ttl`` without ``auto_switch``, and for an ``api_key_file`` that cannot be used.
+    model with a ``ttl`` without ``auto_switch``, and for an ``api_key_file`` or a
+    ``batch_directory`` that cannot be used.
     """
     settings = settings or ServerSettings()
     keys = ApiKeys.of(settings)
@@ -72,7 +79,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     )
     app.state.dashboard = dashboard
     _add_routes(app, context, dashboard)
-    install_error_handlers(app, settings.retry_after, context.metrics.count_rejected)
+    _add_error_handlers(app, context)
     _add_middleware(app, context, keys)
     return app
 
@@ -95,6 +102,9 @@ def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool)
     store = None
     if settings.responses_store:
         store = ResponseStore(settings.responses_store_size, settings.responses_store_ttl)
+    batches = None
+    if settings.batch_directory is not None:
+        batches = _batch_runner(engine, settings, metrics)
     return ServingContext(
         engine=engine,
         switching=switching,
@@ -105,9 +115,53 @@ def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool)
         models=models,
         switcher=switcher,
         responses=store,
+        batches=batches,
         created=int(time.time()),
         drain=Drain(),
     )
+
+
+def _batch_runner(
+    engine: ServingEngine, settings: ServerSettings, metrics: ServingMetrics
+) -> BatchRunner:
+    store = BatchStore(Path(settings.batch_directory or ""))
+    statuses = BatchMetrics(
+        lambda: (stored.batch.status for stored in store.unfinished), UNFINISHED, metrics.registry
+    )
+    switching = as_switching(engine)
+
+    def most_lines(num_sent: int) -> int:
+        """An eighth of what the engine runs at once; half of it while no one else asks."""
+        share = 2 if metrics.num_active <= num_sent else 8
+        return max(1, engine.stats.max_num_seqs // share)
+
+    def is_held(body: dict[str, Any]) -> bool:
+        """Whether its model could only be served after a switch that it may not ask for."""
+        name = body.get("model")
+        is_other = switching is not None and name in switching.aliases and name != switching.active
+        return is_other and not settings.auto_switch
+
+    return BatchRunner(
+        store,
+        most_lines=most_lines,
+        is_held=is_held,
+        count_line=statuses.count_line,
+        max_line=settings.max_body_size,
+        retry_after=settings.retry_after,
+    )
+
+
+def _line_app(context: ServingContext) -> FastAPI:
+    """The routes that batches may use, without what checks clients, as their batch was checked."""
+    app = FastAPI(openapi_url=None)
+    for router in (chat_router, completions_router, responses_router, pooling_router):
+        app.include_router(router(context))
+    _add_error_handlers(app, context)
+    return app
+
+
+def _add_error_handlers(app: FastAPI, context: ServingContext) -> None:
+    install_error_handlers(app, context.settings.retry_after, context.metrics.count_rejected)
 
 
 def _lifespan(
@@ -120,8 +174,12 @@ def _lifespan(
         dashboard.start()
         if context.switcher is not None:
             context.switcher.idle.start()
+        if context.batches is not None:
+            context.batches.start(_line_app(context))
         yield
         dashboard.close()
+        if context.batches is not None:
+            await context.batches.close()
         if context.responses is not None:
             await end_background(context.responses)
         context.bodies.close()
@@ -151,6 +209,9 @@ def _add_routes(app: FastAPI, context: ServingContext, dashboard: DashboardFeed)
         admin_router,
     ):
         app.include_router(router(context))
+    if context.batches is not None:
+        app.include_router(files_router(context, context.batches.store))
+        app.include_router(batches_router(context, context.batches))
     if context.settings.enable_tokenizer_info_endpoint:
         app.include_router(tokenizer_info_router(context))
     app.include_router(dashboard_router(dashboard, context.settings))
@@ -168,6 +229,7 @@ def _add_middleware(app: FastAPI, context: ServingContext, keys: ApiKeys) -> Non
         timeout=settings.body_timeout,
         retry_after=settings.retry_after,
         is_order=is_admin,
+        is_streamed=lambda scope: context.batches is not None and is_upload(scope),
     )
     if settings.max_requests_per_key is not None:
         app.add_middleware(

@@ -261,6 +261,15 @@ class ServerSettings:
     responses_store_ttl: float = setting_field(
         86_400.0, _seconds, help="most seconds that a response is made, then stored"
     )
+    batch_directory: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--batch-directory",
+        metavar="DIRECTORY",
+        group=SERVER,
+        help="keep files and batches of /v1/files and /v1/batches here, across restarts",
+        default="none: no batches",
+    )
     prefix_cache_per_key: bool = setting_field(
         False,
         boolean(),

@@ -38,6 +38,11 @@ def key_name(scope: Scope) -> str:
     return name
 
 
+def accept_name(scope: Scope, name: str) -> None:
+    """Make a request of this process one of the API key with this name."""
+    scope[_SCOPE_KEY] = name
+
+
 @attrs.frozen
 class _ApiKey:
     name: str

@@ -29,12 +29,21 @@ MESSAGES_PATH = "/v1/messages"
 """The paths of the Anthropic API, whose errors have its form."""
 
 
-_RESPONSES_PATH = "/v1/responses"
+FILES_PATH = "/v1/files"
+"""Where files are uploaded."""
+
+_BACKGROUND_PATHS = ("/v1/responses", "/v1/batches")
 
 
 def is_cancel(scope: Scope) -> bool:
-    """Whether a request ends a response that is made in the background."""
-    return is_under(scope, _RESPONSES_PATH) and path_of(scope).endswith("/cancel")
+    """Whether a request ends a response that is made in the background, or a batch."""
+    is_background = any(is_under(scope, path) for path in _BACKGROUND_PATHS)
+    return is_background and path_of(scope).endswith("/cancel")
+
+
+def is_upload(scope: Scope) -> bool:
+    """Whether a request uploads a file, which its route reads as it arrives."""
+    return scope["method"] == "POST" and path_of(scope) == FILES_PATH
 
 
 def is_under(scope: Scope, prefix: str) -> bool:

@@ -40,7 +40,7 @@ class BodyLimit:
 
     Bodies that are not complete have at most `UNREAD_FACTOR` times ``max_bytes`` together: above
     that, the one that has been arriving for longest is answered with 503. ``is_order``: requests
-    whose body has at most `MAX_ORDER_BYTES`.
+    whose body has at most `MAX_ORDER_BYTES`. ``is_streamed``: those that the app reads itself.
 
     Answers 413 if the body is larger than ``max_bytes`` bytes, and 408 if it does not arrive within
     ``timeout`` seconds. It counts the bytes that arrive; a ``Content-Length`` header above the
@@ -54,12 +54,14 @@ class BodyLimit:
         timeout: float,
         retry_after: int = 1,
         is_order: Callable[[Scope], bool] = lambda _: False,
+        is_streamed: Callable[[Scope], bool] = lambda _: False,
     ) -> None:
         self.app = app
         self.max_bytes = max_bytes
         self.timeout = timeout
         self._retry_after = retry_after
         self._is_order = is_order
+        self._is_streamed = is_streamed
         self._arriving: dict[_Arrival, None] = {}
         """The bodies that are not complete, oldest first."""
         self._num_unread = 0
@@ -67,6 +69,9 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self.app(scope, receive, send)
+            return
+        if self._is_streamed(scope):
             await self.app(scope, receive, send)
             return
         most = self.max_bytes

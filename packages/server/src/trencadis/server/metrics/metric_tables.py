@@ -543,6 +543,14 @@ KEY_REFUSED = KeyMetric(
 )
 KEY_METRICS = (KEY_REQUESTS, KEY_PROMPT_TOKENS, KEY_GENERATION_TOKENS, KEY_REFUSED)
 
+BATCHES = ("trencadis:batches", "Batches that have not ended, by status.", "status")
+BATCH_LINES = (
+    "trencadis:batch_lines",
+    "Lines of batches that were answered, by status: completed, failed.",
+    "status",
+)
+"""Name, help text and label."""
+
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 REQUEST_SUCCESS = ("vllm:request_success", "Finished choices, by reason.", "finished_reason")
 """Name, help text and label of the counter of finished choices."""

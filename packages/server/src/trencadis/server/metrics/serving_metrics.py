@@ -24,6 +24,8 @@ from trencadis.server.engine_protocol import (
 )
 from trencadis.server.metrics.metric_tables import (
     ADMISSION_REJECTIONS,
+    BATCH_LINES,
+    BATCHES,
     ENGINE_HISTOGRAMS,
     ENGINE_METRICS,
     FAILED_SWITCHES,
@@ -187,6 +189,37 @@ class ModelSeries:
     def count_finished(self, reason: str, count: int = 1) -> None:
         """Count choices that ended for ``reason``."""
         self._finished[reason].inc(count)
+
+
+class BatchMetrics(Collector):
+    """The metrics of batches. ``statuses`` returns those of the batches that have not ended."""
+
+    def __init__(
+        self,
+        statuses: Callable[[], Iterable[str]],
+        all_statuses: Sequence[str],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._statuses = statuses
+        self._all = all_statuses
+        name, about, label = BATCH_LINES
+        self._lines = Counter(name, about, (*DEVICE_LABELS, label), registry=registry)
+        for status in ("completed", "failed"):
+            self._lines.labels(ENGINE_NUMBER, status)
+        registry.register(self)
+
+    def count_line(self, status: str) -> None:
+        """Count a line that was answered."""
+        self._lines.labels(ENGINE_NUMBER, status).inc()
+
+    def collect(self) -> Iterable[Metric]:
+        """The gauge, for Prometheus."""
+        name, about, label = BATCHES
+        found = list(self._statuses())
+        batches = GaugeMetricFamily(name, about, labels=(*DEVICE_LABELS, label))
+        for status in self._all:
+            batches.add_metric((ENGINE_NUMBER, status), found.count(status))
+        yield batches
 
 
 class SwitchMetrics(Collector):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import attrs
 
 from trencadis.engine import AdapterInfo, EngineUnresponsive, InvalidRequest, SamplingParams
+from trencadis.server.batches.batch_runner import BatchRunner
 from trencadis.server.engine_protocol import (
     ServingEngine,
     SleepingEngine,
@@ -36,8 +37,9 @@ class ServingContext:
     """The engine, the settings and the objects built from them.
 
     ``switching``: the engine, if it has several models, and ``switcher`` its only user; None for an
-    engine of one model. ``responses``: those that are stored, None where none are. ``created`` is
-    the start time of the app, in seconds since the Unix epoch.
+    engine of one model. ``responses``: those that are stored, None where none are. ``batches``:
+    None without a directory. ``created`` is the start time of the app, in seconds since the Unix
+    epoch.
     """
 
     engine: ServingEngine
@@ -49,6 +51,7 @@ class ServingContext:
     models: ServedModels
     switcher: SwitchControl | None
     responses: ResponseStore | None
+    batches: BatchRunner | None
     created: int
     drain: Drain
 

@@ -1,0 +1,496 @@
+"""OpenAI's Files and Batch APIs: files of requests, answered in files, across restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import re
+import time
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from server_process import ServerProcess, save_tiny_model
+from switching_engine import SwitchingStandIn
+
+from trencadis.engine import ConfigError
+from trencadis.server import ServerSettings, create_app
+from trencadis.server.batches import batch_runner, file_store
+from trencadis.server.batches.file_store import AnswerFiles
+from trencadis.server.errors import ApiError
+from trencadis.server.http.multipart import FormReader
+
+ENDED = ("completed", "failed", "cancelled", "expired")
+CHAT = "/v1/chat/completions"
+
+
+def line(number: int, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    body = body or {"messages": [{"role": "user", "content": f"hello {number}"}]}
+    return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"\n".join(
+        each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines
+    )
+
+
+@asynccontextmanager
+async def client_of(url: str, key: str = "none"):
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def batching(serving, tmp_path):
+    """``async with batching() as client``: the official client of a server with batches."""
+
+    @asynccontextmanager
+    async def start(**fields: Any):
+        batch_directory = str(tmp_path / "b")
+        async with serving(batch_directory=batch_directory, **fields) as url, client_of(url) as one:
+            yield one
+
+    return start
+
+
+async def created(client, content: bytes, endpoint: str = CHAT, **fields: Any):
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    return await client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields
+    )
+
+
+async def ended(client, batch_id: str):
+    for _ in range(6000):
+        batch = await client.batches.retrieve(batch_id)
+        if batch.status in ENDED:
+            return batch
+        await asyncio.sleep(0.01)
+    pytest.fail("the batch did not end within a minute")
+
+
+async def lines_of(client, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    return [json.loads(each) for each in (await client.files.content(file_id)).text.splitlines()]
+
+
+@pytest.mark.asyncio
+async def test_the_official_client_uploads_runs_polls_and_downloads(batching, engine):
+    async with batching() as client:
+        content = jsonl(*map(line, range(20)), line(20, messages=[]))
+        file = await client.files.create(file=("../in.jsonl", content), purpose="batch")
+        assert (file.filename, file.bytes, file.purpose) == ("../in.jsonl", len(content), "batch")
+        assert await client.files.retrieve(file.id) == file
+        assert (await client.files.content(file.id)).content == content
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}
+        )
+        assert batch.status == "validating"
+        assert batch.expires_at == batch.created_at + 86_400
+        batch = await ended(client, batch.id)
+        counts = batch.request_counts
+        assert (batch.status, counts.completed, counts.failed, counts.total) == (
+            *("completed", 20, 1, 21),
+        )
+        assert batch.metadata == {"a": "b"}
+        answers = await lines_of(client, batch.output_file_id)
+        texts = {a["custom_id"]: a["response"]["body"]["choices"][0] for a in answers}
+        assert {name: text["message"]["content"] for name, text in texts.items()} == {
+            f"r{n}": f"[user]hello {n}[assistant]" for n in range(20)
+        }
+        (failure,) = await lines_of(client, batch.error_file_id)
+        assert (failure["custom_id"], failure["response"]["status_code"]) == ("r20", 400)
+        assert [each.id async for each in client.batches.list()] == [batch.id]
+        purposes = {each.purpose async for each in client.files.list()}
+        assert purposes == {"batch", "batch_output"}
+        first = await client.files.list(limit=1, order="asc")
+        assert (first.data[0].id, first.has_more) == (file.id, True)
+        metrics = (await httpx.AsyncClient().get(f"{str(client.base_url)[:-4]}/metrics")).text
+        assert 'trencadis:batch_lines_total{engine="0",status="completed"} 20.0' in metrics
+        assert 'trencadis:batches{engine="0",status="in_progress"} 0.0' in metrics
+        assert (await client.files.delete(file.id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(file.id)
+
+
+@pytest.mark.asyncio
+async def test_each_endpoint_answers_its_lines(batching, engine):
+    async with batching() as client:
+        for endpoint, body in (
+            ("/v1/completions", {"prompt": "b"}),
+            ("/v1/responses", {"input": "c"}),
+        ):
+            batch = await created(client, jsonl(line(1, endpoint, **body)), endpoint)
+            assert (await ended(client, batch.id)).request_counts.completed == 1
+        engine.embedding_size = 4
+        batch = await created(client, jsonl(line(1, "/v1/embeddings", input="a")), "/v1/embeddings")
+        assert (await ended(client, batch.id)).status == "completed"
+        with pytest.raises(openai.BadRequestError, match="endpoint must be one of"):
+            await created(client, jsonl(line(1)), "/v1/messages")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        ([line(1), b'{"custom_id": }'], "invalid_json_line", 2),
+        ([line(1), line(2), line(1)], "duplicate_custom_id", 3),
+        ([line(1, "/v1/completions", prompt="a")], "invalid_url", 1),
+        ([line(1) | {"method": "GET"}], "invalid_method", 1),
+        ([line(1, stream=True)], "invalid_request", 1),
+        ([line(1, background=True)], "invalid_request", 1),
+        ([line(1) | {"body": 5}], "invalid_request", 1),
+        ([line(1) | {"custom_id": None}], "missing_required_parameter", 1),
+        ([line(1) | {"custom_id": "x" * 513}], "invalid_request", 1),
+        ([b"{" + b'"a":{' * 5000 + b"}" * 5001], "invalid_json_line", 1),
+    ],
+)
+async def test_a_file_with_a_bad_line_fails_before_any_is_sent(
+    batching, engine, lines, code, number
+):
+    async with batching() as client:
+        batch = await ended(client, (await created(client, jsonl(*lines))).id)
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        assert [(e.code, e.line) for e in batch.errors.data] == [(code, number)]
+        assert batch.output_file_id is None
+        assert engine.requests == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("content", "status", "words"),
+    [
+        (b"", 400, "no lines"),
+        (b"hello", 400, "line 1 is not a JSON object"),
+        (b'{"a": 1}\n{"b": "\0"}', 400, "line 2 is not a JSON object"),
+        (b"{" + b" " * 5000 + b"}", 400, "line 1 has more than 4096 bytes"),
+        (b"{}\n" * 50_001, 400, "more than 50000 lines"),
+        (b"{}\n" * 70_000, 413, "larger than 200000 bytes"),
+    ],
+)
+async def test_what_is_no_file_of_requests_is_rejected_and_not_kept(
+    batching, tmp_path, monkeypatch, content, status, words
+):
+    monkeypatch.setattr(file_store, "MAX_FILE_BYTES", 200_000)
+    async with batching(max_body_size=4096) as client:
+        with pytest.raises(openai.APIStatusError, match=words) as caught:
+            await client.files.create(file=("in.jsonl", content), purpose="batch")
+        assert caught.value.status_code == status
+        assert (await client.files.list()).data == []
+        assert [path.name for path in (tmp_path / "b").iterdir()] == ["lock"]
+
+
+@pytest.mark.asyncio
+async def test_a_form_that_is_none_is_rejected(batching):
+    async with batching() as client, httpx.AsyncClient(base_url=str(client.base_url)) as http:
+        json_body = await http.post("files", json={"purpose": "batch"})
+        assert json_body.status_code == 415
+        for files, data, param in (
+            ({"file": ("a", b"{}")}, {}, "purpose"),
+            ({"file": ("a", b"{}")}, {"purpose": "vision"}, "purpose"),
+            ({"other": ("a", b"{}")}, {"purpose": "batch"}, "file"),
+            ({"file": ("a", b"{}")}, {"purpose": "batch", "x": "1"}, "x"),
+            ({"file": ("a", b"{}")}, {"purpose": "p" * 5000}, "purpose"),
+        ):
+            answer = await http.post("files", files=files, data=data)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        headers = {"Content-Type": "multipart/form-data; boundary=b"}
+        cut = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        for content in (cut, b"", b"--b\r\n\r\n", b"--b\r\n" + b"x" * 9000):
+            answer = await http.post("files", content=content, headers=headers)
+            assert answer.status_code == 400
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=4), st.integers(1, 50))
+@settings(max_examples=200, deadline=None)
+def test_a_form_is_read_the_same_however_it_arrives(contents, size):
+    body = b""
+    for n, content in enumerate(contents):
+        head = f'--b0und\r\nContent-Disposition: form-data; name="n{n}"; filename="f"\r\n\r\n'
+        body += head.encode() + content.replace(b"--b0und", b"") + b"\r\n"
+    body += b"--b0und--\r\n"
+    form = FormReader("multipart/form-data; boundary=b0und")
+    read: list[bytes] = []
+    for start in range(0, len(body), size):
+        for found in form.feed(body[start : start + size]):
+            if isinstance(found, tuple):
+                assert found == (f"n{len(read)}", "f")
+                read.append(b"")
+            else:
+                read[-1] += found
+    assert form.is_complete
+    assert read == [content.replace(b"--b0und", b"") for content in contents]
+
+
+def test_a_form_without_end_of_headers_is_bounded():
+    form = FormReader("multipart/form-data; boundary=b")
+    with pytest.raises(ApiError, match="headers of a part"):
+        for _ in range(100):
+            list(form.feed(b"--b\r\n" + b"x" * 1000))
+
+
+@pytest.mark.asyncio
+async def test_a_batch_goes_on_after_a_restart_and_answers_each_line_once(batching, engine, soon):
+    async with batching() as client:
+        engine.delay = 0.005
+        batch = await created(client, jsonl(*map(line, range(60))))
+
+        async def is_under_way() -> bool:
+            return (await client.batches.retrieve(batch.id)).request_counts.completed >= 10
+
+        await soon(is_under_way)
+    assert len(engine.requests) < 60
+    engine.delay = 0.0
+    async with batching() as client:
+        batch = await ended(client, batch.id)
+        assert batch.status == "completed"
+        assert (batch.request_counts.completed, batch.error_file_id) == (60, None)
+        answers = await lines_of(client, batch.output_file_id)
+        assert sorted(a["custom_id"] for a in answers) == sorted(f"r{n}" for n in range(60))
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_answers_that_a_crash_has_cut_are_whole_lines_again(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("answers")
+    files = AnswerFiles(directory / "out", directory / "err")
+    count = data.draw(st.integers(0, 5))
+    for n in range(count):
+        files.append([{"custom_id": f"r{n}"}], is_output=True)
+    content = files.output.read_bytes() if count else b""
+    cut = data.draw(st.integers(0, len(content)))
+    rest = data.draw(st.sampled_from([b"", b"\0\0", b"{", b"[]\n"]))
+    files.output.write_bytes(content[:cut] + rest)
+    whole = content[:cut].count(b"\n")
+    assert files.recover() == {f"r{n}": True for n in range(whole)}
+    left = files.output.read_bytes()
+    assert left == b"".join(content.splitlines(keepends=True)[:whole])
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_batch_keeps_what_is_answered(batching, engine, soon):
+    engine.delay = 0.005
+    async with batching() as client:
+        batch = await created(client, jsonl(*map(line, range(200))))
+
+        async def is_under_way() -> bool:
+            return (await client.batches.retrieve(batch.id)).request_counts.completed >= 5
+
+        await soon(is_under_way)
+        with pytest.raises(openai.ConflictError, match="uses the file"):
+            await client.files.delete(batch.input_file_id)
+        assert (await client.batches.cancel(batch.id)).status == "cancelling"
+        batch = await ended(client, batch.id)
+        assert batch.status == "cancelled"
+        assert batch.cancelled_at is not None
+        answers = await lines_of(client, batch.output_file_id)
+        assert 5 <= len(answers) == batch.request_counts.completed < 200
+        await soon(lambda: not engine.running)
+        with pytest.raises(openai.ConflictError, match="status 'cancelled'"):
+            await client.batches.cancel(batch.id)
+
+
+@pytest.mark.asyncio
+async def test_a_batch_expires_and_says_which_lines_were_not_answered(
+    batching, engine, soon, tmp_path
+):
+    async with batching() as client:
+        engine.delay = 0.01
+        batch = await created(client, jsonl(*map(line, range(60))))
+
+        async def is_under_way() -> bool:
+            return (await client.batches.retrieve(batch.id)).request_counts.completed >= 3
+
+        await soon(is_under_way)
+    path = tmp_path / "b" / f"{batch.id}.json"
+    record = json.loads(path.read_text())
+    record["batch"]["expires_at"] = record["batch"]["created_at"] - 1
+    path.write_text(json.dumps(record))
+    async with batching() as client:
+        batch = await ended(client, batch.id)
+        assert batch.status == "expired"
+        answers = await lines_of(client, batch.output_file_id)
+        failures = await lines_of(client, batch.error_file_id)
+        assert 3 <= len(answers) < 60
+        assert {each["error"]["code"] for each in failures} == {"batch_expired"}
+        names = [each["custom_id"] for each in (*answers, *failures)]
+        assert sorted(names) == sorted(f"r{n}" for n in range(60))
+
+
+@pytest.mark.asyncio
+async def test_files_and_batches_belong_to_their_key(serving, tmp_path):
+    async with serving(batch_directory=str(tmp_path), api_keys=["one", "two"]) as url:
+        async with client_of(url, "one") as one, client_of(url, "two") as two:
+            batch = await ended(one, (await created(one, jsonl(line(1)))).id)
+            assert batch.status == "completed"
+            for call in (two.files.retrieve, two.files.delete, two.files.content):
+                with pytest.raises(openai.NotFoundError, match="No such File object"):
+                    await call(batch.output_file_id)
+            for call in (two.batches.retrieve, two.batches.cancel):
+                with pytest.raises(openai.NotFoundError, match="No batch found with id"):
+                    await call(batch.id)
+            with pytest.raises(openai.NotFoundError):
+                await two.batches.create(
+                    input_file_id=batch.input_file_id,
+                    endpoint=CHAT,
+                    completion_window="24h",
+                )
+            assert (await two.files.list()).data == (await two.batches.list()).data == []
+            assert len((await one.files.list()).data) == 2
+        async with client_of(url, "wrong") as wrong:
+            with pytest.raises(openai.AuthenticationError):
+                await wrong.files.create(file=("a", jsonl(line(1))), purpose="batch")
+
+
+@pytest.mark.asyncio
+async def test_ids_of_clients_are_no_paths(batching, tmp_path):
+    (tmp_path / "secret.jsonl").write_text("{}\n")
+    async with batching() as client, httpx.AsyncClient() as http:
+        for name in ("..%2Fsecret", "%2e%2e%2fsecret", "lock", "file-" + "0" * 32, "a%00b"):
+            for path in (f"files/{name}", f"files/{name}/content", f"batches/{name}"):
+                assert (await http.get(f"{client.base_url}{path}")).status_code == 404
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_is_an_error_and_a_batch_waits_for_it(
+    batching, engine, monkeypatch, soon
+):
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with batching() as client:
+        write = file_store._write_all
+        monkeypatch.setattr(file_store, "_write_all", full)
+        batch = await created(client, jsonl(*map(line, range(5))))
+        await soon(lambda: len(engine.requests) >= 4)
+        assert (await client.batches.retrieve(batch.id)).request_counts.completed == 0
+        monkeypatch.setattr(file_store.os, "fsync", full)
+        with pytest.raises(openai.InternalServerError, match="No space left") as caught:
+            await client.files.create(file=("a", jsonl(line(1))), purpose="batch")
+        assert caught.value.status_code == 507
+        chat = await client.chat.completions.create(
+            model="stand-in", messages=[{"role": "user", "content": "a"}]
+        )
+        assert chat.choices[0].message.content == "[user]a[assistant]"
+        monkeypatch.undo()
+        assert file_store._write_all is write
+        batch = await ended(client, batch.id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 5)
+
+
+@pytest.mark.asyncio
+async def test_a_key_has_bounds_of_files_and_batches(batching, engine, monkeypatch):
+    monkeypatch.setattr(file_store, "MAX_FILES", 2)
+    monkeypatch.setattr(file_store, "MAX_UNFINISHED", 1)
+    engine.delay = 0.05
+    async with batching() as client:
+        batch = await created(client, jsonl(*map(line, range(20))))
+        with pytest.raises(openai.RateLimitError, match="1 batches have not ended"):
+            await created(client, jsonl(line(1)))
+        with pytest.raises(openai.RateLimitError, match="2 files"):
+            await created(client, jsonl(line(1)))
+        await client.batches.cancel(batch.id)
+        await ended(client, batch.id)
+        monkeypatch.setattr(file_store, "MAX_KEY_BYTES", 10)
+        monkeypatch.setattr(file_store, "MAX_FILES", 20)
+        with pytest.raises(openai.RateLimitError, match="at most 10 are kept"):
+            await created(client, jsonl(line(1)))
+
+
+@pytest.mark.asyncio
+async def test_few_lines_run_at_once_and_with_the_lowest_priority(batching, engine, soon):
+    engine.delay = 0.01
+    async with batching() as client:
+        batch = await created(client, jsonl(*map(line, range(60))))
+        most = 0
+        while (await client.batches.retrieve(batch.id)).status not in ENDED:
+            most = max(most, len(engine.running))
+        # Half of the 32 sequences that the engine runs at once, as no one else asks.
+        assert 1 < most <= 16
+        priorities = {request[3] for request in engine.requests}
+        assert priorities == {batch_runner.LOWEST_PRIORITY}
+
+
+@pytest.mark.asyncio
+async def test_lines_wait_for_a_model_that_is_switched_away(tmp_path, served, soon):
+    engine = SwitchingStandIn()
+    aliases = engine.aliases
+    active, other = engine.active, next(a for a in aliases if a != engine.active)
+    app = create_app(engine, ServerSettings(batch_directory=str(tmp_path)))
+    async with served(app) as url, client_of(url) as client:
+        messages = [{"role": "user", "content": "a"}]
+        lines = [
+            line(1, model=other, messages=messages),
+            line(2, model=active, messages=messages),
+        ]
+        batch = await created(client, jsonl(*lines))
+
+        async def first_is_done() -> bool:
+            return (await client.batches.retrieve(batch.id)).request_counts.completed == 1
+
+        await soon(first_is_done)
+        await engine.switch_model(other)
+        batch = await ended(client, batch.id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 2)
+
+
+def test_a_directory_that_cannot_be_used_is_named(engine, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=re.escape(f"batch_directory {tmp_path}/file")):
+        create_app(engine, ServerSettings(batch_directory=str(tmp_path / "file")))
+
+
+@pytest.mark.asyncio
+async def test_without_a_directory_there_are_no_batches(client):
+    assert (await client.get("/v1/files")).status_code == 404
+    assert (await client.post("/v1/batches", json={})).status_code == 404
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_loses_no_line_and_repeats_none(tmp_path):
+    model = save_tiny_model(tmp_path / "model")
+    flags = (str(model), "--num-gpu-blocks-override", "64", "--warmup", "none")
+    flags += ("--max-num-seqs", "8", "--batch-directory", str(tmp_path / "b"))
+    url = "/v1/completions"
+    body = {"prompt": "hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    lines = [line(n, url, **body) for n in range(120)]
+    batch, done = None, 0
+    for is_last in (False, False, True):
+        server = ServerProcess(*flags)
+        try:
+            address = server.wait_for(r"Serving \S+ at (\S+)", 240)[1]
+            client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60)
+            if batch is None:
+                file = client.files.create(file=("in.jsonl", jsonl(*lines)), purpose="batch")
+                batch = client.batches.create(
+                    input_file_id=file.id, endpoint=url, completion_window="24h"
+                )
+            batch = client.batches.retrieve(batch.id)
+            before = done
+            while batch.status not in ENDED and (is_last or done < before + 20):
+                time.sleep(0.05)
+                batch = client.batches.retrieve(batch.id)
+                done = max(done, batch.request_counts.completed)
+            if not is_last:
+                assert batch.status == "in_progress"
+        finally:
+            server.kill()
+            if batch is not None and not is_last:
+                answers = list((tmp_path / "b").glob("*.jsonl"))
+                assert len(answers) == 2
+        if is_last:
+            assert batch.status == "completed"
+    record = json.loads((tmp_path / "b" / f"{batch.id}.json").read_text())
+    written = (tmp_path / "b" / f"{record['output_id']}.jsonl").read_text().splitlines()
+    names = [json.loads(each)["custom_id"] for each in written]
+    assert sorted(names) == sorted(f"r{n}" for n in range(120))
