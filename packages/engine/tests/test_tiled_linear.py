@@ -30,12 +30,13 @@ from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.packed_linear import PackedLinear, onednn_packs_bf16
 from trencadis.engine.devices.cpu.tiled_linear import (
     IntegerLinear,
+    TiledEmbedding,
     TiledLinear,
     group_linears,
     load_linear_kernel,
 )
 from trencadis.engine.models import rounded_weights
-from trencadis.engine.models.packed_weight import PackedWeight, QuantizedLinear
+from trencadis.engine.models.packed_weight import PackedWeight, QuantizedEmbedding, QuantizedLinear
 from trencadis.engine.models.rounded_weights import round_weights, rounded_int4, rounded_int8
 
 INTEGERS = (torch.int8, torch.uint8)
@@ -503,6 +504,36 @@ def test_int8_leaves_routers_and_gates_as_they_are() -> None:
     round_weights(model, "int8")
     assert (type(model.router), type(model.gate)) == (nn.Linear, nn.Linear)
     assert {type(expert) for expert in model.experts} == {QuantizedLinear}
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_embedding_is_of_int8_and_one_with_a_tied_head(
+    make_tiny_model: Callable[..., Path], tmp_path: Path, quantization: str, *, is_tied: bool
+) -> None:
+    model = make_tiny_model(tmp_path, tie_word_embeddings=is_tied, hidden_size=96, vocab_size=270)
+    plain = LLM(str(model), dtype="bfloat16", max_model_len=64, warmup="none", device="cpu")
+    llm = LLM(
+        *(str(model),),
+        **{"dtype": "bfloat16", "max_model_len": 64, "warmup": "none", "device": "cpu"},
+        quantization=quantization,
+    )
+    held, original = llm.core.executor.worker._model, plain.core.executor.worker._model
+    table, head = held.get_input_embeddings(), held.get_output_embeddings()
+    assert type(table) is (TiledEmbedding if is_tied else QuantizedEmbedding)
+    assert type(head) is IntegerLinear
+    if is_tied:
+        assert table.tiles is head.tiles
+    token_ids = torch.randint(0, 270, (2, 70))
+    weight = original.get_input_embeddings().weight
+    expected = rounded_int8(weight.detach()).unpacked(torch.bfloat16)
+    assert torch.equal(table(token_ids), expected[token_ids])
+    assert len(llm.generate([[5, 6, 7]], GREEDY)[0].completions[0].token_ids) == 12
+    llm.core.executor.sleep(1)
+    llm.core.executor.wake()
+    assert torch.equal(table(token_ids), expected[token_ids])
+    if is_tied:
+        assert table.tiles is head.tiles
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,26 @@ class QuantizedLinear(nn.Module):
         return F.linear(rows, weight.unpacked(rows.dtype), self.bias)
 
 
+class QuantizedEmbedding(nn.Module):
+    """An embedding with a packed weight of 8 bits, a scale for each row: gives rows of ``dtype``.
+
+    Its tensors may be those of the output head, where the model ties both.
+    """
+
+    steps: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.register_buffer("steps", weight.steps, persistent=False)
+        self.register_buffer("scales", weight.scales, persistent=False)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Vectors ``[..., hidden size]`` of ``token_ids`` ``[...]``."""
+        return (self.steps[token_ids] * self.scales[token_ids].float()).to(self.dtype)
+
+
 def pack_int4(steps: torch.Tensor) -> torch.Tensor:
     """uint8 ``[outputs, inputs / 2]`` of numbers from 0 to 15, ``[outputs, inputs]``."""
     return steps[:, 0::2].to(torch.uint8) | (steps[:, 1::2].to(torch.uint8) << 4)

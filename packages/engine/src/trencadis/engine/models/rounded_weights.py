@@ -15,6 +15,7 @@ from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.packed_weight import (
     INT4_ZERO,
     PackedWeight,
+    QuantizedEmbedding,
     QuantizedLinear,
     WeightFormat,
     pack_int4,
@@ -48,6 +49,7 @@ _TRIED_STEPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 def round_weights(model: nn.Module, quantization: str) -> None:
     """Replace linear layers of bf16 by `QuantizedLinear` in a format of `ROUNDED_FORMATS`.
 
+    The input embedding becomes int8, one weight with the output head where the model ties both.
     Raises `ConfigError` where less than half of the weights, embeddings apart, are in such layers.
     """
     form = ROUNDED_FORMATS[quantization]
@@ -56,12 +58,26 @@ def round_weights(model: nn.Module, quantization: str) -> None:
     # The head has the most to lose, and keeps 8 bits: llama.cpp gives it 6 in files of 4 bits.
     output = getattr(model, "get_output_embeddings", lambda: None)()
     head = id(getattr(output, "linear", output))  # that of a rank has its part in it
+    table = getattr(model, "get_input_embeddings", lambda: None)()
+    tables = [each for each in layers_of(model, nn.Embedding) if each[2] is table]
+    tied: dict[int, PackedWeight] = {}
+
+    def rounded_table(layer: nn.Embedding) -> nn.Module:
+        if layer.weight.dtype is not torch.bfloat16:
+            return layer
+        packed = rounded_int8(layer.weight.detach())
+        if output is not None and getattr(output, "weight", None) is layer.weight:
+            tied[head] = packed
+        return QuantizedEmbedding(packed, layer.weight.dtype)
 
     def rounded(layer: nn.Linear) -> QuantizedLinear:
         in_int8 = quantization == "int8" or id(layer) == head
-        weight = (rounded_int8 if in_int8 else rounded_int4)(layer.weight.detach())
+        weight = tied.get(id(layer)) or (rounded_int8 if in_int8 else rounded_int4)(
+            layer.weight.detach()
+        )
         return QuantizedLinear(weight, layer.bias)
 
+    replace_layers(tables, rounded_table)
     replace_layers(layers, rounded)
 
 

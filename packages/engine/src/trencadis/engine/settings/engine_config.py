@@ -258,7 +258,7 @@ class EngineConfig(CapacitySettings):
         "--quantization",
         group=MODEL,
         help="rounds the bf16 weights of linear layers at load: int8, with a scale for each "
-        "output, or int4, for 32 inputs, the output head by int8; not on hpu",
+        "output, or int4, for 32 inputs; embedding and output head by int8; not on hpu",
     )
     enable_lora: bool = setting_field(
         False,

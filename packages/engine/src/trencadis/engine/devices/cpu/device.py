@@ -26,6 +26,7 @@ from trencadis.engine.devices.cpu.threads import (
 )
 from trencadis.engine.devices.cpu.tiled_linear import (
     IntegerLinear,
+    TiledEmbedding,
     TiledLinear,
     group_linears,
     load_linear_kernel,
@@ -34,7 +35,12 @@ from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
 from trencadis.engine.models.adapter_layers import AdapterKernel
 from trencadis.engine.models.layer_spec import LayerSpec, specs_of
-from trencadis.engine.models.packed_weight import QuantizedLinear, WeightFormat, WeightUse
+from trencadis.engine.models.packed_weight import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    WeightFormat,
+    WeightUse,
+)
 from trencadis.engine.models.paged_context import Attention, LayerRun
 from trencadis.engine.models.quantized_cache import CACHE_DTYPES
 from trencadis.engine.models.rank_modules import least_over_ranks
@@ -243,9 +249,21 @@ class CPUDevice(Device):
             packed = layer[2].packed
             if IntegerLinear.fits(packed):
                 layers.setdefault(packed.steps.dtype, []).append(layer)
+        embeddings = {
+            each[2].steps.data_ptr(): each for each in layers_of(model, QuantizedEmbedding)
+        }
+
+        def tiled(layer: QuantizedLinear) -> IntegerLinear:
+            linear = IntegerLinear(layer)
+            tied = embeddings.pop(layer.steps.data_ptr(), None)
+            if tied is not None:
+                name, parent, embedding = tied
+                setattr(parent, name, TiledEmbedding(linear, embedding.dtype))
+            return linear
+
         for weights, of_type in layers.items():
             if self._loads_kernel_of(weights):
-                replace_layers(of_type, IntegerLinear)
+                replace_layers(of_type, tiled)
 
     def _loads_kernel_of(self, weights: torch.dtype) -> bool:
         try:

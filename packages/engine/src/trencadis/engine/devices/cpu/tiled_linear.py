@@ -187,6 +187,28 @@ class IntegerLinear(TiledLinear):
         return tiles, scales, shifts, weight.order
 
 
+class TiledEmbedding(nn.Module):
+    """An embedding that reads the rows of an output head of int8, to which it is tied."""
+
+    tiles: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, head: IntegerLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.register_buffer("tiles", head.tiles, persistent=False)
+        self.register_buffer("scales", head.scales, persistent=False)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Vectors ``[..., hidden size]`` of ``token_ids`` ``[...]``."""
+        columns = self.scales.shape[2]
+        tile, column = token_ids // columns, token_ids % columns
+        half = columns // 2
+        steps = self.tiles[tile, :, column // half, :, column % half]
+        scales = self.scales[tile, 0, column]
+        return (steps.flatten(-2) * scales[..., None].float()).to(self.dtype)
+
+
 _Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Tiles, scales, shifts, order."""
 
