@@ -76,8 +76,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cli", "vllm_plugin"},
     ],
     "kvcache": [
-        {"block_key", "errors", "rounding"},
-        {"cache_events", "copy_plan", "testing", "validators"},
+        {"block_key", "errors", "lru_bytes", "rounding", "tier"},
+        {"cache_events", "copy_plan", "disk_tier", "host_tier", "testing", "validators"},
         {"config", "copiers", "state_slots"},
         {"prefix_cache", "state_cache"},
         {"block_pool", "decode_layout", "tensors"},
@@ -85,7 +85,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"transfers"},
         {"swapper"},
         {"defrag", "manager"},
-        {"nano_vllm", "remapper"},
+        {"nano_vllm", "remapper", "tier_transfers"},
         {"vllm_gaudi"},
         {"vllm_plugin"},
     ],
@@ -105,7 +105,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"beams"},
         {"group"},
         {"group_blocks", "group_states", "output", "thermal"},
-        {"admission", "preemption_costs", "step_results"},
+        {"preemption_costs", "step_results"},
+        {"admission"},
         {"preemption", "running_limit"},
         {"control", "limit_enforcement"},
         {"batch_limiter", "scheduler"},
@@ -158,7 +159,10 @@ FLOORS: dict[str, list[set[str]]] = {
         {"requests"},
     ],
     "engine.core": [
-        {"adapter_slots", "adapter_table", "config_payload", "kv_events", "thermal_monitor"},
+        {
+            *("adapter_slots", "adapter_table", "config_payload", "kv_events", "prefix_tiers"),
+            "thermal_monitor",
+        },
         {"request_table"},
         {"step_sampling"},
         {"engine_core"},
@@ -216,6 +220,11 @@ FLOORS: dict[str, list[set[str]]] = {
         {"async_engine", "llm"},
         {"prepared_models"},
         {"multi_model_engine"},
+    ],
+    "engine.settings": [
+        {"command_parser", "flags", "kv_events_config", "kv_tiers"},
+        {"capacity_settings", "library_settings"},
+        {"engine_config"},
     ],
     "engine.ipc": [
         {"messages"},

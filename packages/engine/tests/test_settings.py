@@ -206,6 +206,7 @@ def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture
         *(("thermal_devices", value) for value in (0, "0,1", (), (-1,), (1, 1), (True,), (0.5,))),
         *(("thermal_policy", value) for value in (5, str)),
         *(("thermal_policy_config", value) for value in (None, "{}", [1], {1: 2})),
+        *(("kv_tiers", value) for value in (None, 1, "host", "host:0", "disk:1")),
         *(("kv_events_config", value) for value in (None, "{}", [1], {1: 2}, {"hwm": 0})),
         *(("async_scheduling", value) for value in ("no", 0, 1)),
         *(("enable_prefix_caching", value) for value in ("no", 0, None)),

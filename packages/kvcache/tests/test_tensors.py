@@ -50,7 +50,7 @@ def make(device: Any = "cpu", **changes: Any) -> KVCache:
     cache = KVCache(**(settings | changes))
     if device == "staged":
         cache._copiers = [
-            StagedCopier(own._blocks.transpose(0, 1), own._host, SwapStream(torch.cpu))
+            StagedCopier(own._blocks.transpose(0, 1), own.host, SwapStream(torch.cpu))
             for own in cache._copiers
         ]
     if device == "over":

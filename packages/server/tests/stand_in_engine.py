@@ -30,6 +30,7 @@ from trencadis.engine import (
     SlowConversation,
     TextPrompts,
     ThermalStats,
+    TierStats,
     TokenLogprob,
 )
 
@@ -171,6 +172,14 @@ class StandInEngine:
             max_adapters=4,
             running_adapters=("a", "b"),
             waiting_adapters=("c",),
+            disk_tier=TierStats(
+                num_bytes=61,
+                num_stored_blocks=62,
+                num_stored_bytes=63,
+                num_loaded_blocks=64,
+                num_loaded_bytes=65,
+                num_errors=66,
+            ),
             core_silence_s=0.75,
             core_silence_limit_s=60.0,
             num_preemptions=3,

@@ -123,6 +123,12 @@ ENGINE_VALUES = {
     "trencadis:cold_forwards_total": 21,
     "trencadis:compilations_total": 22,
     "trencadis:core_restarts_total": 4,
+    "trencadis:tier_bytes": 61,
+    "trencadis:tier_stored_blocks_total": 62,
+    "trencadis:tier_stored_bytes_total": 63,
+    "trencadis:tier_loaded_blocks_total": 64,
+    "trencadis:tier_loaded_bytes_total": 65,
+    "trencadis:tier_errors_total": 66,
     "trencadis:core_silence_seconds": 0.75,
     "trencadis:core_silence_limit_seconds": 60,
 }
@@ -141,6 +147,13 @@ async def test_engine_metrics_are_read_from_the_latest_statistics(client):
         and "reason" not in sample.labels
     }
     assert found == ENGINE_VALUES
+
+
+async def test_a_tier_is_a_label_and_one_that_is_not_there_has_no_series(client):
+    text = (await client.get("/metrics")).text
+    assert re.findall(r"^trencadis:tier_bytes{(.*)} (.*)$", text, re.MULTILINE) == [
+        ('engine="0",tier="disk"', "61.0")
+    ]
 
 
 async def test_endpoint_pickers_read_the_size_of_the_cache_as_from_vllm(client):
@@ -226,7 +239,9 @@ async def test_every_counter_is_a_total_and_every_total_a_counter(client, engine
     )
     stats = engine.stats
     doubled = attrs.evolve(
-        plus_totals(stats, stats), thermal=plus_totals(stats.thermal, stats.thermal)
+        plus_totals(stats, stats),
+        thermal=plus_totals(stats.thermal, stats.thermal),
+        disk_tier=plus_totals(stats.disk_tier, stats.disk_tier),
     )
     counters = {metric for metric in ENGINE_METRICS if metric.kind == "counter"}
     doubles = {metric for metric in ENGINE_METRICS if metric.read(doubled) != metric.read(stats)}
@@ -241,7 +256,7 @@ async def test_every_counter_is_a_total_and_every_total_a_counter(client, engine
     documented = set(re.findall(r"``(\w+)``", EngineStats.__doc__.split("Totals of")[1]))
     changed = {name for name in documented if getattr(doubled, name) != getattr(stats, name)}
     assert changed == documented - {"num_core_restarts"}
-    undocumented = set(attrs.fields_dict(EngineStats)) - documented - {"thermal"}
+    undocumented = set(attrs.fields_dict(EngineStats)) - documented - {"thermal", "disk_tier"}
     assert not {name for name in undocumented if getattr(doubled, name) != getattr(stats, name)}
 
 
@@ -339,6 +354,12 @@ OF_THE_DEVICE = {
     "trencadis:thermal_policy_active",
     "trencadis:thermal_policy_faults",
     "trencadis:thermal_readings_rejected",
+    "trencadis:tier_bytes",
+    "trencadis:tier_stored_blocks",
+    "trencadis:tier_stored_bytes",
+    "trencadis:tier_loaded_blocks",
+    "trencadis:tier_loaded_bytes",
+    "trencadis:tier_errors",
     "trencadis:core_silence_seconds",
     "trencadis:core_silence_limit_seconds",
     "trencadis:core_restarts",

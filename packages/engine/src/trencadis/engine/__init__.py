@@ -16,6 +16,7 @@ from trencadis.engine.api.outputs import (
     PromptLogprobs,
     RequestStatus,
     ThermalStats,
+    TierStats,
     TokenLogprob,
 )
 from trencadis.engine.api.requests import (
@@ -185,6 +186,7 @@ __all__ = [
     "SwitchReport",
     "TextPrompts",
     "ThermalStats",
+    "TierStats",
     "TokenLogprob",
     "Tokenizer",
     "UnknownModelError",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.block_pool import BlockMap, BlockPool
-from trencadis.kvcache.cache_events import CacheEvents
+from trencadis.kvcache.cache_events import CacheEvents, CacheRecorder
 from trencadis.kvcache.config import PADDING_BLOCK, CacheConfig, DefragConfig
 from trencadis.kvcache.copy_plan import (
     PLAN_SIZES,
@@ -16,6 +16,7 @@ from trencadis.kvcache.copy_plan import (
 )
 from trencadis.kvcache.decode_layout import NO_OWNER, DecodeLayout, lay_out, lay_out_pairs
 from trencadis.kvcache.defrag import Defragmenter, DefragPlan, warm_up_defragmenter
+from trencadis.kvcache.disk_tier import DiskTier
 from trencadis.kvcache.errors import (
     CannotCopy,
     DuplicateSequence,
@@ -32,12 +33,15 @@ from trencadis.kvcache.errors import (
     OutOfSlots,
     UnknownSequence,
 )
+from trencadis.kvcache.host_tier import HostTier
 from trencadis.kvcache.manager import AllocStatus, BlockManager
 from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher, decode_extra_keys
 from trencadis.kvcache.remapper import BlockRemapper
 from trencadis.kvcache.rounding import ceil_div, num_passed_blocks
 from trencadis.kvcache.state_slots import PADDING_SLOT, StateSlots
 from trencadis.kvcache.swapper import HostBlockPool
+from trencadis.kvcache.tier import BlockTier, Content, TierCounters
+from trencadis.kvcache.tier_transfers import TierTransfers
 from trencadis.kvcache.transfers import BandwidthGovernor
 
 __all__ = [
@@ -53,17 +57,22 @@ __all__ = [
     "BlockMap",
     "BlockPool",
     "BlockRemapper",
+    "BlockTier",
     "CacheConfig",
     "CacheEvents",
+    "CacheRecorder",
     "CannotCopy",
+    "Content",
     "CopyPlan",
     "DecodeLayout",
     "DefragConfig",
     "DefragPlan",
     "Defragmenter",
     "Direction",
+    "DiskTier",
     "DuplicateSequence",
     "HostBlockPool",
+    "HostTier",
     "InvalidBlock",
     "InvalidSetting",
     "KVCacheError",
@@ -79,6 +88,8 @@ __all__ = [
     "RequestHasher",
     "StateSlots",
     "SwapCopies",
+    "TierCounters",
+    "TierTransfers",
     "UnknownSequence",
     "ceil_div",
     "decode_extra_keys",

@@ -66,20 +66,20 @@ class BlockPool:
 
     ``prefix_index`` maps known content to blocks, ``reuse`` measures prefix hits. An operation
     takes O(1) per block; an eviction also looks once at each decode bucket. Raises `InvalidSetting`
-    for a number of blocks or decode buckets that `CacheConfig` rejects. ``recorder`` notes what
-    content the index gets and loses.
+    for a number of blocks or decode buckets that `CacheConfig` rejects. ``recorders`` note
+    what content the index gets and loses.
     """
 
     def __init__(
         self,
         num_blocks: int,
         decode_buckets: Sequence[int] = (),
-        recorder: CacheRecorder | None = None,
+        recorders: Sequence[CacheRecorder] = (),
     ) -> None:
         num_blocks = NUM_BLOCKS.checked("num_blocks", num_blocks)
         decode_buckets = DECODE_BUCKETS.checked("decode_buckets", as_tuple(decode_buckets))
         self.num_blocks = num_blocks
-        self.prefix_index = PrefixIndex(recorder)
+        self.prefix_index = PrefixIndex(*recorders)
         self.reuse = ReuseEstimator(num_blocks)
         self._ref_counts = [0] * num_blocks
         self._empty = BlockBitmap(num_blocks)

@@ -36,7 +36,7 @@ class DirectCopier:
 
     def __init__(self, words: torch.Tensor, host: torch.Tensor) -> None:
         self._blocks = words.transpose(0, 1)
-        self._host = host
+        self.host = host
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy within the device, all at once. Repeated copies (padding) cost nothing."""
@@ -57,11 +57,11 @@ class DirectCopier:
 
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:
         """Copy to the host."""
-        _copy_runs(self._blocks, self._host, copies)
+        _copy_runs(self._blocks, self.host, copies)
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
         """Copy to the device."""
-        _copy_runs(self._host, self._blocks, copies)
+        _copy_runs(self.host, self._blocks, copies)
 
     def wait(self) -> None:
         """Does nothing: every copy is complete when its call returns."""
@@ -81,7 +81,7 @@ class StagedCopier:
         self._words = words
         self._blocks = words.transpose(0, 1)
         self._device = words.device
-        self._host = host
+        self.host = host
         self._swap_stream = swap_stream
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -101,17 +101,17 @@ class StagedCopier:
                 # After the gather the blocks may be overwritten; the transfer can take longer.
                 self._swap_stream.record()
                 _copy_runs(
-                    staged, self._host, [BlockCopy(row, copy.dst) for row, copy in enumerate(batch)]
+                    staged, self.host, [BlockCopy(row, copy.dst) for row, copy in enumerate(batch)]
                 )
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
         """Copy to the device."""
         with self._swap_stream.after_current():
             for batch in self._batches(copies):
-                shape = (len(batch), *self._host.shape[1:])
-                staged = torch.empty(shape, dtype=self._host.dtype, device=self._device)
+                shape = (len(batch), *self.host.shape[1:])
+                staged = torch.empty(shape, dtype=self.host.dtype, device=self._device)
                 _copy_runs(
-                    self._host, staged, [BlockCopy(copy.src, row) for row, copy in enumerate(batch)]
+                    self.host, staged, [BlockCopy(copy.src, row) for row, copy in enumerate(batch)]
                 )
                 self._scatter(self._ids(copy.dst for copy in batch), staged)
             self._swap_stream.record()
@@ -122,8 +122,8 @@ class StagedCopier:
 
     def _batches(self, copies: Sequence[BlockCopy]) -> Iterator[Sequence[BlockCopy]]:
         """The copies in batches whose blocks `STAGING_BYTES` holds."""
-        _, num_parts, words = self._host.shape
-        per_block = num_parts * words * self._host.itemsize * self._staged_copies
+        _, num_parts, words = self.host.shape
+        per_block = num_parts * words * self.host.itemsize * self._staged_copies
         # A power of two divides the sizes of `PLAN_SIZES`, or is one of them.
         size = 1 << (max(1, STAGING_BYTES // per_block).bit_length() - 1)
         for first in range(0, len(copies), size):
@@ -154,7 +154,7 @@ class RowCopier(StagedCopier):
     def __init__(self, layers: Sequence[torch.Tensor], host: torch.Tensor, block_size: int) -> None:
         self._layers = layers
         self._device = layers[0].device
-        self._host = host
+        self.host = host
         self._slots = torch.arange(block_size)
         self._swap_stream = _make_swap_stream(self._device)
 
@@ -176,14 +176,14 @@ class RowCopier(StagedCopier):
                 staged = self._gather(self._ids(copy.src for copy in batch))
                 self._swap_stream.record()
                 host_blocks = torch.tensor([copy.dst for copy in batch])
-                self._host.index_copy_(0, host_blocks, staged.cpu())
+                self.host.index_copy_(0, host_blocks, staged.cpu())
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
         """Copy to the device, a batch in one transfer."""
         with self._swap_stream.after_current():
             for batch in self._batches(copies):
                 host_blocks = torch.tensor([copy.src for copy in batch])
-                staged = self._host.index_select(0, host_blocks).to(self._device)
+                staged = self.host.index_select(0, host_blocks).to(self._device)
                 self._scatter(self._ids(copy.dst for copy in batch), staged)
             self._swap_stream.record()
 
@@ -194,7 +194,7 @@ class RowCopier(StagedCopier):
         return rows.to(self._device, non_blocking=True)
 
     def _gather(self, ids: torch.Tensor) -> torch.Tensor:
-        block_words = self._host.shape[2]
+        block_words = self.host.shape[2]
         gathered = [layer.index_select(0, ids).view(-1, block_words) for layer in self._layers]
         return torch.stack(gathered, dim=1)
 

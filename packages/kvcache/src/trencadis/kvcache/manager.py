@@ -12,6 +12,7 @@ from enum import Enum
 from math import isfinite
 from typing import NoReturn, SupportsIndex
 
+from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.cache_events import NO_EVENTS, CacheEvents, CacheRecorder
 from trencadis.kvcache.config import PADDING_BLOCK, CacheConfig
@@ -61,7 +62,8 @@ class BlockManager:
 
     ``pool`` and ``host_pool`` are for reading: the numbers of free and used blocks. ``hasher``
     computes the ``prefix_keys`` arguments. ``governor`` limits the bandwidth of swaps; without
-    one all swap copies are due at once. Raises `InvalidSetting` for a hasher of another block size.
+    one all swap copies are due at once. ``recorder`` notes what the prefix cache gets and loses,
+    for tiers below it. Raises `InvalidSetting` for a hasher of another block size.
     To copy or pickle a manager raises `CannotCopy`: two would give away the same blocks.
     """
 
@@ -71,6 +73,7 @@ class BlockManager:
         *,
         hasher: RequestHasher | None = None,
         governor: BandwidthGovernor | None = None,
+        recorder: CacheRecorder | None = None,
     ) -> None:
         instance_of(CacheConfig).checked("config", config)
         self.config = config
@@ -84,7 +87,8 @@ class BlockManager:
         if governor is not None:
             instance_of(BandwidthGovernor).checked("governor", governor)
         self._recorder = CacheRecorder() if config.record_events else None
-        self.pool = BlockPool(config.num_blocks, config.decode_buckets, self._recorder)
+        recorders = [each for each in (self._recorder, recorder) if each is not None]
+        self.pool = BlockPool(config.num_blocks, config.decode_buckets, recorders)
         self.host_pool = HostBlockPool(config.num_host_blocks)
         self._block_size = config.block_size
         self._window = config.window
@@ -363,6 +367,43 @@ class BlockManager:
         A host that takes them seldom loses none: content that came and went between is left out.
         """
         return NO_EVENTS if self._recorder is None else self._recorder.take()
+
+    def uncached_after_prefix(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """The keys that follow the longest cached prefix of ``keys``, up to one that is cached."""
+        missing = keys[len(self._prefix_cache.hits(keys)) :]
+        lookup = self.pool.prefix_index.lookup
+        end = next((i for i, key in enumerate(missing) if lookup(key) is not None), len(missing))
+        return missing[:end]
+
+    def cache_loaded(self, keys: Sequence[BlockKey], start: int) -> list[int]:
+        """Make cached blocks for content that comes from elsewhere; returns them.
+
+        ``keys`` are those of a prefix, and the content is that from position ``start`` on, up to
+        which the prefix must be cached: otherwise there are no blocks. There are fewer where fewer
+        are free beside those of the prefix, or where later content is cached already. Until the
+        caller has copied the content to them, before the next forward pass, they hold another.
+        """
+        index, hits = self.pool.prefix_index, self._prefix_cache.hits(keys)
+        if len(hits) != start:
+            return []
+        held = [block for block, _ in hits if block != PADDING_BLOCK]
+        for block, (_, key) in zip(held, hits[start - len(held) :], strict=True):
+            self.pool.share(block)  # so that no new block evicts it
+            key.hits += 1  # it counts as a prefix hit, once
+        parent, loaded = (hits[-1][1] if hits else None), []
+        for key in keys[start:]:
+            if not self.pool.num_free_blocks or index.lookup(key) is not None:
+                break
+            block = self.pool.allocate()
+            key.parent = parent
+            parent = index.register(key, block)
+            loaded.append(block)
+            if block not in index:  # other content has its digest
+                self.pool.release(loaded.pop())
+                break
+        for block in reversed([*held, *loaded]):
+            self.pool.release(block)
+        return loaded
 
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache, for example after a change of the weights or of an adapter.

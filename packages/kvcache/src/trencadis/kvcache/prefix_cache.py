@@ -193,12 +193,12 @@ class PrefixIndex:
     """A map from block keys to blocks: at most one block per digest, and one key per block.
 
     The first key that was registered for a content is its canonical key. Later blocks are
-    registered with canonical parents, so that comparing two chains takes one step. ``recorder``
-    notes what is registered and dropped.
+    registered with canonical parents, so that comparing two chains takes one step. ``recorders``
+    note what is registered and dropped.
     """
 
-    def __init__(self, recorder: CacheRecorder | None = None) -> None:
-        self._recorder = recorder
+    def __init__(self, *recorders: CacheRecorder) -> None:
+        self._recorders = recorders
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, BlockKey] = {}
 
@@ -269,8 +269,8 @@ class PrefixIndex:
             return known if known.same_as(key) else key
         self._block_of[key.digest] = block
         self._key_of[block] = key
-        if self._recorder is not None:
-            self._recorder.store(key)
+        for recorder in self._recorders:
+            recorder.store(key)
         return key
 
     def drop(self, block: int) -> BlockKey | None:
@@ -278,16 +278,16 @@ class PrefixIndex:
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key.digest]
-            if self._recorder is not None:
-                self._recorder.drop(key)
+            for recorder in self._recorders:
+                recorder.drop(key)
         return key
 
     def clear(self) -> None:
         """Remove every block."""
         self._block_of.clear()
         self._key_of.clear()
-        if self._recorder is not None:
-            self._recorder.clear()
+        for recorder in self._recorders:
+            recorder.clear()
 
 
 class ReuseEstimator:

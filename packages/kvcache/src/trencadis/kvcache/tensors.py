@@ -255,6 +255,16 @@ class KVCache:
         """Copy host blocks to device blocks. Raises as `carry_out`."""
         self.carry_out([(Direction.IN, copies)])
 
+    def host_content(self, block: int) -> list[memoryview]:
+        """The bytes of a host block: of each kind of part a piece of the host's memory itself.
+
+        Raises `InvalidBlock` for an id that is not a host block.
+        """
+        _require_valid([BlockCopy(block, 0)], self.num_host_blocks, 1)
+        return [
+            copier.host[block].flatten().view(torch.uint8).numpy().data for copier in self._copiers
+        ]
+
     def wait(self) -> None:
         """Make the device's current stream wait for the swaps so far; call it before a forward.
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 
+from trencadis.kvcache import Direction, TierTransfers
 from trencadis.scheduler.config import SettingsInForce
 from trencadis.scheduler.errors import DuplicateRequest, QueueFull, UnservableRequest
 from trencadis.scheduler.fair_share import RESERVE, Client
@@ -13,6 +14,7 @@ from trencadis.scheduler.group import SequenceGroup, SequenceStatus
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupQueue, GroupStates
 from trencadis.scheduler.output import FailedRequest, SchedulingStep
+from trencadis.scheduler.preemption_costs import PreemptionCosts
 from trencadis.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -55,13 +57,20 @@ class AdmissionControl:
     """
 
     def __init__(
-        self, settings: SettingsInForce, states: GroupStates, group_blocks: GroupBlocks
+        self,
+        settings: SettingsInForce,
+        states: GroupStates,
+        group_blocks: GroupBlocks,
+        costs: PreemptionCosts,
+        tiers: TierTransfers | None = None,
     ) -> None:
         self._settings = settings
         self._first_max_num_seqs = settings.config.max_num_seqs
         self._states = states
         self._group_blocks = group_blocks
         self._pending_prefixes = PendingPrefixes(group_blocks)
+        self._costs = costs
+        self._tiers = tiers
         self._num_free_at_refusal: dict[int, int] = {}
 
     def check(self, request: Request, *, is_resumed: bool) -> None:
@@ -159,6 +168,8 @@ class AdmissionControl:
         """Remove a group in any state and free its blocks."""
         self._group_blocks.free(group)
         self._states.abort(group)
+        if self._tiers is not None:
+            self._tiers.forget(group.request_id)
         self._num_free_at_refusal.pop(group.arrival, None)
 
     def fail(self, group: SequenceGroup, error: Exception, step: SchedulingStep) -> None:
@@ -392,7 +403,25 @@ class AdmissionControl:
             return False
         if self._pending_prefixes.has_next_block(group) and not self._states.is_overdue(group):
             return False
-        return self._can_allocate(group)
+        if not self._can_allocate(group):
+            return False
+        return self._tiers is None or self._has_loaded(group, self._tiers, step.now)
+
+    def _has_loaded(self, group: SequenceGroup, tiers: TierTransfers, now: float) -> bool:
+        """Whether a group need not wait for tiers to load its prefix. An overdue one never waits.
+
+        ``now`` is in seconds. The step copies what has arrived, whether the group starts or not.
+        """
+        keys = group.prefix_keys
+        if keys is None or not group.request.reads_prefix_cache or self._states.is_overdue(group):
+            return True
+        # At least one token is left to compute: see `BlockManager.allocate`.
+        num_blocks = (group.request.num_prompt_tokens - 1) // group.block_size
+        blocks = keys.blocks[:num_blocks]
+        cost_s = self._costs.prefill_s_per_token
+        starts, copies = tiers.load_prefix(group.request_id, blocks, cost_s, now)
+        self._group_blocks.moves.add(Direction.IN, copies)
+        return starts
 
     def _resumes_first(self, resumed: SequenceGroup, waiting: SequenceGroup) -> bool:
         """Whether a preempted group precedes a waiting one."""
@@ -403,6 +432,8 @@ class AdmissionControl:
     def _admit(self, group: SequenceGroup, step: SchedulingStep) -> None:
         self._start(group, step)
         self._pending_prefixes.add(group)
+        if self._tiers is not None:
+            self._tiers.forget(group.request_id)
 
     def _start(self, group: SequenceGroup, step: SchedulingStep) -> None:
         self._group_blocks.allocate(group)

@@ -21,7 +21,7 @@ from typing import NoReturn, SupportsIndex
 
 import attrs
 
-from trencadis.kvcache import BlockManager, Defragmenter, Direction, StateSlots
+from trencadis.kvcache import BlockManager, Defragmenter, Direction, StateSlots, TierTransfers
 from trencadis.scheduler.admission import AdmissionControl
 from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.clock import SteadyClock
@@ -78,6 +78,7 @@ class Scheduler:
         defragmenter: Defragmenter | None = None,
         costs: PreemptionCosts | None = None,
         state_slots: StateSlots | None = None,
+        tiers: TierTransfers | None = None,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
         instance_of(SchedulerConfig).checked("config", config)
@@ -98,6 +99,9 @@ class Scheduler:
             instance_of(StateSlots).checked("state_slots", state_slots)
             _check_slots(state_slots, config, blocks)
         self.costs = costs or PreemptionCosts()
+        if tiers is not None:
+            instance_of(TierTransfers).checked("tiers", tiers)
+        self._tiers = tiers
         self._settings = settings = SettingsInForce(config)
         self._blocks = blocks
         self._defragmenter = defragmenter
@@ -106,7 +110,7 @@ class Scheduler:
         self._states = states = GroupStates(settings, blocks.config)
         self._group_blocks = group_blocks = GroupBlocks(blocks, state_slots)
         self._completion_rate = CompletionRate()
-        self._admission = AdmissionControl(settings, states, group_blocks)
+        self._admission = AdmissionControl(settings, states, group_blocks, self.costs, tiers)
         self._preemptor = Preemptor(
             states, group_blocks, self.costs, self._completion_rate, self._admission
         )
@@ -265,6 +269,8 @@ class Scheduler:
         ]
         for request_id in admitted:
             self.abort(request_id)
+        if self._tiers is not None:
+            self._tiers.discard_steps()
         self._group_blocks.discard_content()
         return tuple(admitted)
 
@@ -344,6 +350,9 @@ class Scheduler:
     def _decide(self) -> SchedulerOutput:
         self._step += 1
         self._now, _ = self._clock.read()
+        if self._tiers is not None:
+            # First of all copies: what they read is what the prefix cache knows now.
+            self._group_blocks.moves.add(Direction.OUT, self._tiers.begin_step(self._now))
         self._group_blocks.begin_step(self._now)
         step = SchedulingStep(
             self._step,
@@ -381,6 +390,8 @@ class Scheduler:
             self._group_blocks.take_moves(), self._group_blocks.take_state_moves()
         )
         self._in_flight.append(output)
+        if self._tiers is not None:
+            self._tiers.end_scheduling()
         self._lacked_blocks = step.lacks_blocks
         return output
 
@@ -428,6 +439,8 @@ class Scheduler:
         for output in self._in_flight[:-1]:
             self._results.take_back(output)
         self._in_flight.clear()
+        if self._tiers is not None:
+            self._tiers.discard_steps()
 
     def update(
         self,
@@ -474,6 +487,8 @@ class Scheduler:
                 timing = attrs.evolve(timing, prompts_s=None)
             self.costs.update(output, timing)
         del self._in_flight[0]
+        if self._tiers is not None:
+            self._tiers.end_step()
         updates = self._results.apply(output, results)
         self._completion_rate.update(self._states.num_finished_seqs, self._now)
         return tuple(updates)

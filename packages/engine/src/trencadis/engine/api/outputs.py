@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-StatsT = TypeVar("StatsT", "EngineStats", "ThermalStats")
+StatsT = TypeVar("StatsT", "EngineStats", "ThermalStats", "TierStats")
 
 FinishReason = Literal["stop", "length", "abort"]
 """``stop``: end-of-sequence token, stop token or stop string. ``length``: the token limit.
@@ -95,6 +95,23 @@ def _total(default: Any = 0) -> Any:
 
 
 @attrs.frozen
+class TierStats:
+    """KV blocks in a tier below the device.
+
+    ``num_bytes``: bytes that it holds. The others are totals, whichever model was served:
+    ``num_loaded_blocks`` are those that prompts needed; ``num_errors`` are blocks that could not be
+    stored or loaded, and files that were rejected.
+    """
+
+    num_bytes: int = 0
+    num_stored_blocks: int = _total()
+    num_stored_bytes: int = _total()
+    num_loaded_blocks: int = _total()
+    num_loaded_bytes: int = _total()
+    num_errors: int = _total()
+
+
+@attrs.frozen
 class ThermalStats:
     """Temperatures, power and the thermal policy.
 
@@ -163,6 +180,7 @@ class EngineStats:
     - ``running_adapters``, ``waiting_adapters``: names of adapters of requests that were admitted,
       and of those that have not started.
     - ``thermal``: None if no temperature is measured.
+    - ``host_tier``, ``disk_tier``: None without one (``kv_tiers``).
     - ``core_silence_s``: seconds since the last message of a core in another process. An idle one
       sends one each second; all other values are as old. ``core_silence_limit_s``: the silence
       after which it counts as hung, longer while it loads or compiles.
@@ -215,6 +233,8 @@ class EngineStats:
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
     thermal: ThermalStats | None = None
+    host_tier: TierStats | None = None
+    disk_tier: TierStats | None = None
     core_silence_s: float = 0.0
     core_silence_limit_s: float = 0.0
     num_preemptions: int = _total()
@@ -295,5 +315,5 @@ def _difference(total: Any, base: Any) -> Any:
     return max(type(total)(0), total - base)
 
 
-def _totals_of(stats: EngineStats | ThermalStats) -> list[str]:
+def _totals_of(stats: EngineStats | ThermalStats | TierStats) -> list[str]:
     return [field.name for field in attrs.fields(type(stats)) if field.metadata.get("is_total")]

@@ -111,6 +111,6 @@ def _core(config: EngineConfig, device: Device) -> EngineCore:
         )
     if config.compile and (missing := device.compiler_missing()) is not None:
         raise ConfigError(f"compiling needs {missing}", "compile")
-    # The events are those of a server, which may run beside this.
-    config = attrs.evolve(config, warmup="full", device=device, kv_events_config={})
+    # Events and tiers are those of a server, which may run beside this.
+    config = attrs.evolve(config, warmup="full", device=device, kv_events_config={}, kv_tiers="")
     return EngineCore(config, InProcessExecutor(config, records=False))

@@ -30,6 +30,7 @@ OF_THE_DEVICE = (
     "thermal_policy",
     "thermal_policy_config",
     "kv_events_config",
+    "kv_tiers",
 )
 """Settings that all models of an engine share: they are of the device, which stays."""
 

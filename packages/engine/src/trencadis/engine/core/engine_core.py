@@ -25,6 +25,7 @@ from trencadis.engine.api.requests import (
 from trencadis.engine.core.adapter_slots import AdapterSlots
 from trencadis.engine.core.adapter_table import AdapterTable, NamedAdapter
 from trencadis.engine.core.kv_events import KVEventPublisher
+from trencadis.engine.core.prefix_tiers import PrefixTiers
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.step_sampling import StepSampling
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
@@ -47,7 +48,14 @@ from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.settings.kv_events_config import KVEventsConfig
 from trencadis.engine.validators import items_of
-from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction, StateSlots
+from trencadis.kvcache import (
+    BlockManager,
+    CacheConfig,
+    CacheRecorder,
+    Defragmenter,
+    Direction,
+    StateSlots,
+)
 from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
@@ -116,12 +124,17 @@ class EngineCore:
         if self._kv_events is not None:
             # Also of an engine that is dropped without an end: the address stays in use otherwise.
             self._close_events = weakref.finalize(self, self._kv_events.close)
+        self._close_tiers: Callable[[], object] = lambda: None
         try:
+            self._tiers = PrefixTiers(config.kv_tiers)
+            # Also of an engine that is dropped without an end, whose directory stays in use.
+            self._close_tiers = weakref.finalize(self, self._tiers.close)
             self.executor.load(config)
             self._serve(self.executor.plan_memory())
             self._thermal.start()
         except BaseException:
             self._close_events()
+            self._close_tiers()
             raise
 
     def _serve(self, facts: ModelFacts) -> None:
@@ -149,6 +162,7 @@ class EngineCore:
                 "Prefixes are not cached: the layers of %s keep states, and not those of prefixes",
                 facts.spec.source,
             )
+        recorder = CacheRecorder() if config.kv_tiers and not keeps_states else None
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=facts.limits.num_blocks,
@@ -159,7 +173,11 @@ class EngineCore:
                 record_events=self._kv_events is not None,
             ),
             governor=swap_governor(config, facts.block_bytes),
+            recorder=recorder,
         )
+        tiers = None
+        if recorder is not None:
+            tiers = self._tiers.serve(self.executor, facts, self.blocks, recorder)
         if self._kv_events is not None:
             # That what another cache had is gone. It is told with the first step: by then a
             # subscriber of an earlier core has connected again.
@@ -183,6 +201,7 @@ class EngineCore:
             thermal=self._thermal.guard,
             defragmenter=self._defragmenter,
             state_slots=slots,
+            tiers=tiers,
             clock=self._clock,
         )
         rng = random.Random(config.seed)
@@ -249,6 +268,10 @@ class EngineCore:
         counted = self._counted()
         self._totals[self.config.name], self._counted_before = self._since_start(counted), counted
 
+    def release_tiers(self) -> None:
+        """Let go of the memory through which content passes to tiers, until `rebuild`."""
+        self._tiers.pause()
+
     @property
     def is_asleep(self) -> bool:
         """Whether the device memory is released, so that no request can be served."""
@@ -308,6 +331,8 @@ class EngineCore:
             running_adapters=adapters[0],
             waiting_adapters=adapters[1],
             thermal=self._thermal.stats,
+            host_tier=self._tiers.stats("host"),
+            disk_tier=self._tiers.stats("disk"),
             num_preemptions=self.scheduler.num_preemptions,
             num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
             num_recomputes=self.scheduler.num_recomputes,
@@ -547,11 +572,15 @@ class EngineCore:
 
     def _count_swaps(self, output: SchedulerOutput, timing: StepTiming | None) -> None:
         facts = self.facts
-        plans = (output.moves, facts.block_bytes), (output.state_moves, facts.state_bytes)
-        for moves, num_bytes in plans:
-            for direction, copies in moves:
-                if direction in self._swapped_bytes:
-                    self._swapped_bytes[direction] += len(copies) * num_bytes
+        for direction, copies in output.state_moves:
+            if direction in self._swapped_bytes:
+                self._swapped_bytes[direction] += len(copies) * facts.state_bytes
+        for direction, copies in output.moves:
+            if direction in self._swapped_bytes:
+                # Those after them are for tiers.
+                hosts = [dst if direction is Direction.OUT else src for src, dst in copies]
+                num_swapped = sum(host < facts.num_host_blocks for host in hosts)
+                self._swapped_bytes[direction] += num_swapped * facts.block_bytes
         if timing is not None:
             self._swap_seconds += (timing.swap_out_s or 0.0) + (timing.swap_in_s or 0.0)
 
@@ -599,6 +628,7 @@ class EngineCore:
         self._thermal.stop()
         self.executor.close()
         self._close_events()
+        self._close_tiers()
 
     def _publish_events(self, publisher: KVEventPublisher) -> None:
         """Tell what the prefix cache got and lost; later, where too much waits to be told."""

@@ -137,6 +137,7 @@ class ModelSwitcher:
         core.on_busy("the engine core releases its device memory", _longest_sleep_s(core.config))
         before = core.executor.memory_in_use()
         core.abort_all()
+        core.release_tiers()
         core.executor.sleep(level)
         return max(0, before - core.executor.memory_in_use())
 
@@ -196,6 +197,7 @@ def pause_scheduling(switch: _Switch) -> None:
 def sleep_device(switch: _Switch) -> None:
     """Release the device memory of the previous model: its weights go to host memory."""
     switch.was_put_aside = True
+    switch.core.release_tiers()
     switch.core.executor.put_aside(switch.config, switch.stash_bytes)
 
 

@@ -76,7 +76,7 @@ class ServedEngine:
     def _start(self) -> tuple[EngineCore, InProcessExecutor]:
         if self._started is None:
             changes: dict[str, Any] = {"warmup": "none", "on_bucket_miss": "auto"}
-            changes |= {"kv_events_config": {}, **self._changes}
+            changes |= {"kv_events_config": {}, "kv_tiers": "", **self._changes}
             config = attrs.evolve(self.config, device=self.device, **changes)
             executor = InProcessExecutor(config, records=False)
             core = EngineCore(config, executor)

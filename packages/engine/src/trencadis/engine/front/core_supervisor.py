@@ -18,7 +18,13 @@ from multiprocessing.process import BaseProcess
 import attrs
 import psutil
 
-from trencadis.engine.api.outputs import EngineStats, ThermalStats, plus_totals, with_totals
+from trencadis.engine.api.outputs import (
+    EngineStats,
+    ThermalStats,
+    TierStats,
+    plus_totals,
+    with_totals,
+)
 from trencadis.engine.core.core_process import LogSettings, run_core
 from trencadis.engine.errors import (
     ConfigError,
@@ -83,6 +89,8 @@ class CoreSupervisor:
         self._of_earlier_cores: dict[str, EngineStats] = {}
         self._thermal: ThermalStats | None = None
         self._thermal_of_earlier_cores = ThermalStats()
+        self._tiers: dict[str, TierStats] = {}
+        self._tiers_of_earlier_cores: dict[str, TierStats] = {}
         self._stats = self._first_stats()
         self._core = core
         self._log = log
@@ -294,6 +302,16 @@ class CoreSupervisor:
     def _note_stats(self, reported: EngineStats) -> None:
         name = self.config.name
         earlier = self._of_earlier_cores.get(name, EngineStats())
+        for tier in ("host_tier", "disk_tier"):
+            counted: TierStats | None = getattr(reported, tier)
+            if counted is not None:
+                of_earlier = self._tiers_of_earlier_cores.get(tier, TierStats())
+                self._tiers[tier] = plus_totals(counted, of_earlier)
+        reported = attrs.evolve(
+            reported,
+            host_tier=self._tiers.get("host_tier"),
+            disk_tier=self._tiers.get("disk_tier"),
+        )
         self._stats = self._totals[name] = plus_totals(reported, earlier)
         thermal, before = reported.thermal, self._thermal_of_earlier_cores
         self._thermal = None if thermal is None else plus_totals(thermal, before)
@@ -308,6 +326,7 @@ class CoreSupervisor:
         """The next core counts from 0. Safe to call twice in a row."""
         self._of_earlier_cores = dict(self._totals)
         self._thermal_of_earlier_cores = self._thermal or self._thermal_of_earlier_cores
+        self._tiers_of_earlier_cores = dict(self._tiers)
 
     @property
     def _silence_limit_s(self) -> float:

@@ -21,7 +21,7 @@ from trencadis.engine.models.decoder_layers import one_layer_of_each_kind
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.quantized_cache import CACHE_DTYPES, with_scales
 from trencadis.engine.runner.forward_runner import ForwardRunner
-from trencadis.engine.runner.host_swap import num_host_blocks
+from trencadis.engine.runner.host_swap import num_host_blocks, num_staging_blocks
 from trencadis.engine.runner.limits import check_memory, num_cache_blocks
 from trencadis.engine.runner.model_input import (
     ModelInput,
@@ -158,6 +158,11 @@ class CacheSizing:
         return num_host_blocks(
             self._config, self._device, self.block_bytes, per_sequence, self.state_bytes
         )
+
+    def num_staging_blocks(self) -> int:
+        """Host blocks for tiers; see `host_swap`."""
+        # Where layers keep states, no prefix is cached.
+        return 0 if self._states else num_staging_blocks(self._config, self.block_bytes)
 
     def make_cache(
         self, num_blocks: int, num_host_blocks: int, place: torch.device | None = None

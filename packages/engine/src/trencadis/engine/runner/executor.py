@@ -19,6 +19,7 @@ from trencadis.engine.runner.limits import ServingLimits
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.settings.engine_config import EngineConfig
+from trencadis.kvcache import Content
 from trencadis.warmup import Phase, WarmupReport
 
 
@@ -135,6 +136,9 @@ class Executor(Protocol):
 
         A second step may be started before the first has been waited for, no third.
         """
+
+    def staging_blocks(self) -> Sequence[Content]:
+        """The memory of the host blocks after those of swaps, for tiers. None without tiers."""
 
     def pays_to_jump(self, start: int, num_forced: int, num_seqs: int) -> bool:
         """Whether a chunk of a token at ``start`` and ``num_forced`` more beats a step for each.

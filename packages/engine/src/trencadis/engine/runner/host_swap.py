@@ -11,6 +11,10 @@ from trencadis.engine.settings.capacity_settings import DEFAULT_SWAP_SPACE
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache import BandwidthGovernor, KVCacheError
 
+_STAGING_BYTES = 1 << 30
+_MIN_STAGING_BLOCKS = 4
+_MAX_STAGING_BLOCKS = 256
+
 
 def num_host_blocks(
     config: EngineConfig,
@@ -38,6 +42,13 @@ def num_host_blocks(
     num_blocks = min(num_bytes // block_bytes, blocks_per_sequence * config.max_num_seqs)
     check_memory("swap_space", num_blocks, block_bytes, host_bytes)
     return num_blocks
+
+
+def num_staging_blocks(config: EngineConfig, block_bytes: int) -> int:
+    """Host blocks beside those of swaps, through which content passes to tiers and back."""
+    if not config.kv_tiers:
+        return 0
+    return max(_MIN_STAGING_BLOCKS, min(_MAX_STAGING_BLOCKS, _STAGING_BYTES // block_bytes))
 
 
 def swap_governor(config: EngineConfig, block_bytes: int) -> BandwidthGovernor:

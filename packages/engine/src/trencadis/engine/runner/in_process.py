@@ -20,6 +20,7 @@ from trencadis.engine.runner.kept_programs import ProgramStore
 from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.runner.worker import Worker
 from trencadis.engine.settings.engine_config import EngineConfig
+from trencadis.kvcache import Content
 from trencadis.warmup import Phase, WarmupReport, format_bytes
 
 logger = logging.getLogger("trencadis.engine")
@@ -163,6 +164,13 @@ class InProcessExecutor:
     def execute(self, step: StepInput) -> PendingStep:
         return self.worker.runner.run(step)
 
+    def staging_blocks(self) -> Sequence[Content]:
+        cache = self.worker.cache
+        return [
+            cache.host_content(block)
+            for block in range(self._facts().num_host_blocks, cache.num_host_blocks)
+        ]
+
     def pays_to_jump(self, start: int, num_forced: int, num_seqs: int) -> bool:
         return self.worker.runner.pays_to_jump(start, num_forced, num_seqs)
 
@@ -267,7 +275,7 @@ class InProcessExecutor:
             config=worker.config,
             spec=worker.spec,
             limits=worker.limits,
-            num_host_blocks=worker.cache.num_host_blocks,
+            num_host_blocks=worker.cache.num_host_blocks - worker.num_staging_blocks,
             block_bytes=worker.block_bytes,
             max_chunk_tokens=grids.max_chunk_tokens if grids else None,
             read=worker.read,

@@ -274,7 +274,7 @@ class Worker:
         # Where there is one memory, both would be blocks of the CPU.
         on_host = "swap" if self.device.shares_host_memory else "CPU"
         logger.info("# %s blocks: %d, # %s blocks: %d", kind, num_blocks, on_host, num_host_blocks)
-        self.cache = sizing.make_cache(num_blocks, num_host_blocks)
+        self.cache = sizing.make_cache(num_blocks, num_host_blocks + self.num_staging_blocks)
         self._log_memory("Initializing cache engine", self._before_cache)
         sizing.log_left_over(self._memory, num_blocks)
 
@@ -282,6 +282,11 @@ class Worker:
         """Whether a cache of so many blocks fits beside the largest batch now, if it is any."""
         free = self.device.free_memory() - self._peak_bytes
         return num_blocks > 0 and num_blocks * self.block_bytes <= free
+
+    @property
+    def num_staging_blocks(self) -> int:
+        """How many of the cache's host blocks, the last ones, are for tiers."""
+        return self._sizing.num_staging_blocks()
 
     @property
     def computes_embeddings(self) -> bool:
@@ -504,7 +509,8 @@ class Worker:
         is_kept = self.is_warm and self.runner.forward_runner.keeps_programs
         if is_kept and programs is self._programs and (in_place or self._fits(num_blocks)):
             self._sampler.acquire()
-            self.cache = self._sizing.make_cache(num_blocks, self._sizing.num_host_blocks())
+            num_host_blocks = self._sizing.num_host_blocks() + self.num_staging_blocks
+            self.cache = self._sizing.make_cache(num_blocks, num_host_blocks)
             self.runner.use_cache(self.cache)
         else:
             self._programs = programs

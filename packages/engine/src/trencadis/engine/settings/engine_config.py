@@ -39,6 +39,7 @@ from trencadis.engine.settings.flags import (
     warn_of_misspelt_variables,
 )
 from trencadis.engine.settings.kv_events_config import KVEventsConfig
+from trencadis.engine.settings.kv_tiers import parse_tiers
 from trencadis.engine.settings.library_settings import (
     AXIS_SETTINGS,
     BUCKETING_VARIABLES,
@@ -190,6 +191,11 @@ def _check_modules(_: object, attribute: attrs.Attribute[Any], value: object) ->
 def _check_kv_events(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
     del attribute
     KVEventsConfig.of(value)
+
+
+def _check_kv_tiers(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    del attribute
+    parse_tiers(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -574,6 +580,18 @@ class EngineConfig(CapacitySettings):
             default="nothing is published",
         ),
     )
+    kv_tiers: str = attrs.field(
+        default="",
+        validator=_check_kv_tiers,
+        metadata=setting(
+            "--kv-tiers",
+            metavar="TIERS",
+            group=MEMORY,
+            help="where KV blocks of prompts and answers are kept for later prompts beside the "
+            "device: host:GIB, disk:PATH:GIB, or both with a comma between them",
+            default="nowhere",
+        ),
+    )
     engine_restarts: int = setting_field(
         3,
         integer(0, INT32_MAX),
@@ -607,6 +625,12 @@ class EngineConfig(CapacitySettings):
         self._check_source_of_buckets()
         self._check_programs()
         self._check_adapters()
+        if self.kv_tiers and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_tiers {self.kv_tiers} keeps blocks of the prefix cache, which "
+                "enable_prefix_caching turns off: leave one of them out",
+                "kv_tiers",
+            )
 
     def _check_adapters(self) -> None:
         if self.enable_lora and self.runner == "pooling":

@@ -7,12 +7,12 @@ with ``trencadis:``. Prometheus appends ``_total`` to the name of a counter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import attrs
 
-from trencadis.engine import STEP_TOKENS, EngineStats, RequestStatus, ThermalStats
+from trencadis.engine import STEP_TOKENS, EngineStats, RequestStatus, ThermalStats, TierStats
 
 SENSOR_HEALTH = ("fresh", "stale", "failed")
 
@@ -41,6 +41,30 @@ def _of_device(
     kind: Literal["gauge", "counter"], name: str, about: str, read: ReadStats
 ) -> EngineMetric:
     return EngineMetric(kind, name, about, read, is_of_device=True)
+
+
+def _of_tiers(
+    kind: Literal["gauge", "counter"], name: str, about: str, read: Callable[[TierStats], float]
+) -> Iterator[EngineMetric]:
+    """A series for each tier that there is."""
+    for tier, find in _TIERS.items():
+
+        def value(stats: EngineStats, find: _FindTier = find) -> float | None:
+            found = find(stats)
+            return None if found is None else read(found)
+
+        def labels(_: EngineStats, tier: str = tier) -> Mapping[str, object]:
+            return {"tier": tier}
+
+        yield EngineMetric(kind, f"trencadis:tier_{name}", about, value, labels, is_of_device=True)
+
+
+_FindTier = Callable[[EngineStats], TierStats | None]
+
+_TIERS: Mapping[str, _FindTier] = {
+    "host": lambda stats: stats.host_tier,
+    "disk": lambda stats: stats.disk_tier,
+}
 
 
 def _gauge(name: str, about: str, read: ReadStats) -> EngineMetric:
@@ -278,6 +302,26 @@ ENGINE_METRICS: tuple[EngineMetric, ...] = (
         "trencadis:cold_forwards",
         "Forward passes in a shape that neither warm-up nor traffic had compiled.",
         lambda s: s.num_cold_forwards,
+    ),
+    *_of_tiers("gauge", "bytes", "Bytes of KV blocks in a tier.", lambda t: t.num_bytes),
+    *_of_tiers(
+        "counter", "stored_blocks", "KV blocks stored in a tier.", lambda t: t.num_stored_blocks
+    ),
+    *_of_tiers("counter", "stored_bytes", "Bytes stored in a tier.", lambda t: t.num_stored_bytes),
+    *_of_tiers(
+        "counter",
+        "loaded_blocks",
+        "KV blocks that prompts got from a tier.",
+        lambda t: t.num_loaded_blocks,
+    ),
+    *_of_tiers(
+        "counter", "loaded_bytes", "Bytes loaded from a tier.", lambda t: t.num_loaded_bytes
+    ),
+    *_of_tiers(
+        "counter",
+        "errors",
+        "Blocks that a tier could not store or load.",
+        lambda t: t.num_errors,
     ),
     _of_device(
         "gauge",

@@ -23,6 +23,7 @@ from trencadis.engine.runner.ranks.rank_processes import RankProcesses
 from trencadis.engine.runner.ranks.unsupported import checked_device, switch_error
 from trencadis.engine.runner.step import PendingStep, StepInput, StepResult
 from trencadis.engine.settings.engine_config import EngineConfig
+from trencadis.kvcache import Content
 from trencadis.warmup import Phase, WarmupReport
 
 logger = logging.getLogger("trencadis.engine")
@@ -141,6 +142,9 @@ class RankExecutor:
 
     def drop_adapter(self, digest: str) -> None:
         """Ranks hold none."""
+
+    def staging_blocks(self) -> Sequence[Content]:
+        return ()
 
     def pays_to_jump(self, start: int, num_forced: int, num_seqs: int) -> bool:
         pays: bool = self._ask_first("pays_to_jump", start, num_forced, num_seqs)

@@ -1,0 +1,223 @@
+"""Tiers below the device: a small cache finds its prefixes again, and tokens stay the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trencadis.engine import EngineConfig, GenerateRequest, SamplingParams
+from trencadis.engine.core.config_payload import config_payload
+from trencadis.engine.core.engine_core import EngineCore
+from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.errors import ConfigError
+from trencadis.engine.ipc.messages import NewToken
+
+BLOCK = 8
+MAX_TOKENS = 7
+NUM_USERS, NUM_TURNS, TURN = 6, 4, 25
+
+
+@pytest.fixture(scope="module")
+def models(
+    tmp_path_factory: pytest.TempPathFactory, make_tiny_model: Callable[..., Path]
+) -> list[Path]:
+    place = tmp_path_factory.mktemp("tiers")
+    return [make_tiny_model(place / "one"), make_tiny_model(place / "two", initializer_range=0.5)]
+
+
+def config_of(model: Path, tiers: str = "", **changes: Any) -> EngineConfig:
+    given = {"dtype": "float32", "max_model_len": 192, "max_num_seqs": 4, "block_size": BLOCK}
+    # Each of six users comes to 16 blocks.
+    given |= {"num_blocks": 25, "device": "cpu", "kv_tiers": tiers}
+    return EngineConfig(model=str(model), **given | changes)
+
+
+class Served:
+    """A core, and what it has answered."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.core = EngineCore(config)
+        self.answers: dict[str, list[int]] = {}
+
+    def run(
+        self,
+        prompts: dict[str, tuple[int, ...]],
+        salt: str | None = None,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        """Serve prompts together to their end."""
+        # A tiny model computes a prefix faster than a busy disk loads it.
+        self.core.scheduler.costs.prefill_s_per_token = 10.0
+        for key, prompt in prompts.items():
+            self.answers[key] = []
+            params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+            self.core.add(key, GenerateRequest(prompt, params, cache_salt=salt))
+        while self.core.has_work:
+            for token in self.core.step():
+                assert isinstance(token, NewToken)
+                self.answers[token.key].append(token.token_id)
+        assert not self.core.take_failures()
+
+    def chat(self, first_turn: int = 0, num_turns: int = NUM_TURNS) -> None:
+        """Users whose every prompt holds what they and the model have said before."""
+        for turn in range(first_turn, first_turn + num_turns):
+            for pair in range(0, NUM_USERS, 2):  # two at a time
+                self.run({f"{user}-{turn}": self.prompt(user, turn) for user in (pair, pair + 1)})
+
+    def prompt(self, user: int, turn: int) -> tuple[int, ...]:
+        earlier = () if not turn else self.prompt(user, turn - 1)
+        answered = self.answers[f"{user}-{turn - 1}"] if turn else ()
+        start = 7 * user + 3 * turn
+        return (*earlier, *answered, *(1 + (start + i) % 60 for i in range(TURN)))
+
+    @property
+    def num_computed(self) -> int:
+        return self.core.stats.num_prefill_tokens
+
+    def close(self) -> None:
+        self.core.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[EngineConfig], Served]]:
+    started: list[Served] = []
+
+    def start(config: EngineConfig) -> Served:
+        started.append(Served(config))
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.close()
+
+
+def test_a_small_cache_with_tiers_computes_few_tokens_again(
+    models: list[Path], tmp_path: Path, serve: Callable[[EngineConfig], Served]
+) -> None:
+    ample = serve(config_of(models[0], num_blocks=200))
+    ample.chat()
+    small = serve(config_of(models[0]))
+    small.chat()
+    assert small.num_computed > 1.5 * ample.num_computed
+    for tiers in ("host:1", f"disk:{tmp_path}/a:1", f"host:0.00001,disk:{tmp_path}/b:1"):
+        tiered = serve(config_of(models[0], tiers))
+        tiered.chat()
+        assert tiered.answers == ample.answers == small.answers
+        assert tiered.num_computed <= 1.1 * ample.num_computed
+        stats = tiered.core.stats
+        used = stats.host_tier if "disk" not in tiers else stats.disk_tier
+        assert used is not None
+        assert used.num_loaded_blocks > 20
+        assert used.num_errors == 0
+        assert used.num_loaded_bytes == used.num_loaded_blocks * tiered.core.facts.block_bytes
+        assert tiered.core.blocks.pool.num_used_blocks == 0
+
+
+def test_tokens_are_the_same_with_preemption_swaps_sleep_and_a_switch(
+    models: list[Path], tmp_path: Path, serve: Callable[[EngineConfig], Served]
+) -> None:
+    tiers = f"host:0.00005,disk:{tmp_path}:1"
+    tight: dict[str, Any] = {"num_blocks": 25, "num_host_blocks": 12, "max_num_seqs": 8}
+    answers = {}
+    for setting in ("", tiers):
+        served = serve(config_of(models[0], setting, **tight))
+        switcher = ModelSwitcher(served.core)
+        served.chat(num_turns=2)
+        # Six at once lack blocks: some are preempted, to be swapped or computed again.
+        burst = {f"burst-{user}": served.prompt(user, 1) for user in range(NUM_USERS)}
+        served.run(burst, max_tokens=60)
+        assert served.core.stats.num_preemptions
+        switcher.sleep(1)
+        switcher.wake_up()
+        served.chat(2, 2)
+        first = dict(served.answers)
+        other = config_of(models[1], setting, **tight)
+        switcher.reconfigure_engine(config_payload(other), 1 << 30)
+        served.chat()
+        second = dict(served.answers)
+        switcher.reconfigure_engine(config_payload(config_of(models[0], setting, **tight)), 1 << 30)
+        served.chat()
+        answers[setting] = first, second, served.answers
+    stats = served.core.stats
+    assert answers[""] == answers[tiers]
+    assert answers[tiers][0] == answers[tiers][2] != answers[tiers][1]
+    assert stats.disk_tier is not None
+    assert stats.host_tier is not None
+    assert stats.disk_tier.num_errors == stats.host_tier.num_errors == 0
+    assert stats.host_tier.num_bytes <= 0.00005 * (1 << 30)
+    assert stats.disk_tier.num_loaded_blocks + stats.host_tier.num_loaded_blocks > 20
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[3])
+from pathlib import Path
+from test_prefix_tiers import Served, config_of
+served = Served(config_of(Path(sys.argv[1]), sys.argv[2]))
+served.run({"system": tuple(range(1, 60)) * 2})
+while served.core.stats.disk_tier.num_stored_blocks < 14:
+    served.core.scheduler.costs.prefill_s_per_token = 10.0
+    served.run({"more": (1, 2, 3)})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_engine_is_warm_when_it_starts_again(
+    models: list[Path], tmp_path: Path, serve: Callable[[EngineConfig], Served]
+) -> None:
+    tiers = f"disk:{tmp_path}:1"
+    arguments = [sys.executable, "-c", KILLED, str(models[0]), tiers, str(Path(__file__).parent)]
+    ended = subprocess.run(arguments, check=False, timeout=300, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    system = tuple(range(1, 60)) * 2
+    cold = serve(config_of(models[0]))
+    cold.run({"user": (*system, 5, 6)})
+    warm = serve(config_of(models[0], tiers))
+    warm.run({"user": (*system, 5, 6)})
+    assert warm.answers == cold.answers
+    assert cold.num_computed == len(system) + 2
+    assert warm.num_computed <= BLOCK
+    # Neither another tenant nor another model finds it.
+    before = warm.num_computed
+    warm.run({"tenant": (*system, 5, 6)}, salt="tenant")
+    assert warm.num_computed - before == len(system) + 2
+    warm.close()
+    other = serve(config_of(models[1], tiers))
+    other.run({"user": (*system, 5, 6)})
+    assert other.num_computed == len(system) + 2
+    other.close()
+    # Nor a checkpoint whose weights were replaced since.
+    for file in models[0].glob("*.safetensors"):
+        os.utime(file, ns=(1, 1))
+    changed = serve(config_of(models[0], tiers))
+    changed.run({"user": (*system, 5, 6)})
+    assert changed.num_computed == len(system) + 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["disk", "host", "host:", "host:0", "host:x", "host:nan", "host:-1", "disk::1", "ssd:1", ","],
+)
+def test_a_wrong_tier_is_named(value: str, models: list[Path]) -> None:
+    with pytest.raises(ConfigError, match=r"kv_tiers '.*' cannot be used") as error:
+        config_of(models[0], value)
+    assert error.value.field == "kv_tiers"
+
+
+def test_tiers_in_a_wrong_order_or_place_are_named(models: list[Path], tmp_path: Path) -> None:
+    for value in ("disk:a:1,host:1", "host:1,host:1"):
+        with pytest.raises(ConfigError, match="one of each kind, the host first"):
+            config_of(models[0], value)
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        config_of(models[0], "host:1", enable_prefix_caching=False)
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    with pytest.raises(ConfigError, match="give a directory that this user may write"):
+        EngineCore(config_of(models[0], f"disk:{file}:1"))
