@@ -1,11 +1,11 @@
 """``docs/models.md`` says of each family what happens when a tiny model of it is served.
 
 ``TRENCADIS_WRITE_MODELS=1 pytest packages/engine/tests/test_model_page.py -m 'slow or not slow'``
-writes the column of the device of the session: run it without ``TRENCADIS_TEST_DEVICE``, and with
-``hpu-lazy``; ``hpu-eager`` has the same column and is to find it so. Otherwise a cell that differs
-is a failure. The page's first table has the lines of rejections and their short names; a line that
-it lacks becomes a cell as a whole. The default session on the CPU serves a sample and rejects all
-that are rejected; the slow tests, and those on a stand-in, serve all.
+writes what happens on the device of the session: run it without ``TRENCADIS_TEST_DEVICE``, and with
+``hpu-lazy``; ``hpu-eager`` has the same outcomes and is to find them so. Otherwise an outcome that
+differs is a failure. The page's table has the lines of rejections and their short names; a line
+that it lacks becomes an outcome as a whole. The default session on the CPU serves a sample and
+rejects all that are rejected; the slow tests, and those on a stand-in, serve all.
 """
 
 from __future__ import annotations
@@ -41,15 +41,20 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 LAYERS = "the model cannot be served, because "
 PLACEHOLDERS = {"N": r"[\d.]+", "BACKEND": r"\w+ \(\w+\)", "NAME": r"\w+"}
-HEADS = ("| reason | line", "| family | CPU | Gaudi |")
-"""How the heads of the page's tables begin."""
+HEAD = "| reason | line"
+"""How the page's table begins."""
+
+LIST = "writes and checks this list:\n\n"
+"""The end of the sentence before the list."""
+
+ENTRY = re.compile(r"- (.+) on the CPU, (.+) on Gaudi: (.+)")
 
 
-def table(head: str) -> dict[str, list[str]]:
-    """The cells of each row of a table of the page, by the first one."""
-    lines = PAGE.read_text().partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+def reasons() -> dict[str, str]:
+    """The lines of rejections by their short names."""
+    lines = PAGE.read_text().partition(HEAD)[2].partition("\n\n")[0].splitlines()[2:]
     rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return {name: cells for name, *cells in rows}
+    return dict(rows)
 
 
 REASONS = {
@@ -57,23 +62,39 @@ REASONS = {
         f"({LAYERS})?"
         + "".join(PLACEHOLDERS.get(part, re.escape(part)) for part in re.split(r"\b", line))
     )
-    for name, (line,) in table(HEADS[0]).items()
+    for name, line in reasons().items()
 }
 
 
-def cells(family: str) -> list[str]:
-    """What the page says of a family: on the CPU, and on the stand-in for a Gaudi."""
-    return table(HEADS[1]).get(family, ["", ""])
+def listed() -> dict[str, list[str]]:
+    """What the page says of each family: on the CPU, and on the stand-in for a Gaudi."""
+    found: dict[str, list[str]] = {}
+    for line in PAGE.read_text().partition(LIST)[2].splitlines():
+        entry = ENTRY.fullmatch(line)
+        assert entry is not None, line
+        for family in entry[3].split("; "):
+            assert family not in found, family
+            found[family] = [entry[1], entry[2]]
+    return found
 
 
 def write(family: str, cell: str) -> None:
-    rows = table(HEADS[1])
-    found = cells(family)
-    found[COLUMN] = cell
-    rows[family] = found
-    text = "".join(f"| {' | '.join((name, *rows[name]))} |\n" for name in FAMILIES if name in rows)
-    before = PAGE.read_text().partition(HEADS[1])[0]
-    PAGE.write_text(f"{before}{HEADS[1]}\n| --- | --- | --- |\n{text}")
+    outcomes = listed()
+    outcomes.setdefault(family, ["", ""])[COLUMN] = cell
+    PAGE.write_text(PAGE.read_text().partition(LIST)[0] + LIST + page_list(outcomes))
+
+
+def page_list(outcomes: dict[str, list[str]]) -> str:
+    """The families with each pair of outcomes in a line."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for family in FAMILIES:
+        if family in outcomes:
+            groups.setdefault(tuple(outcomes[family]), []).append(family)
+    lines = (
+        f"- {cpu} on the CPU, {hpu} on Gaudi: {'; '.join(names)}\n"
+        for (cpu, hpu), names in groups.items()
+    )
+    return "".join(lines)
 
 
 def outcome(directory: Path) -> str:
@@ -112,7 +133,7 @@ def outcome(directory: Path) -> str:
         pytest.param(
             name,
             marks=pytest.mark.slow
-            if COLUMN == 0 and name not in SAMPLE and cells(name)[0] == SERVES
+            if COLUMN == 0 and name not in SAMPLE and listed().get(name, [""])[0] == SERVES
             else (),
         )
         for name in FAMILIES
@@ -123,10 +144,11 @@ def test_the_page_says_what_happens(family: str, tmp_path: Path, add_tokenizer: 
     cell = outcome(tmp_path)
     if WRITES:
         write(family, cell)
-    assert cells(family)[COLUMN] == cell, "see this module's docstring for how to write the page"
+    assert listed()[family][COLUMN] == cell, "see this module's docstring for how to write the page"
 
 
 def test_the_page_has_no_other_family_and_no_other_reason() -> None:
-    rows = table(HEADS[1])
-    assert list(rows) == list(FAMILIES)
-    assert {cell for row in rows.values() for cell in row} == {SERVES, *REASONS}
+    outcomes = listed()
+    assert set(outcomes) == set(FAMILIES)
+    assert {cell for pair in outcomes.values() for cell in pair} == {SERVES, *REASONS}
+    assert PAGE.read_text().endswith(LIST + page_list(outcomes))
