@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import drawn_mutants
 import mutants
 import pytest
 from mutants import Mutation, MutationError, is_enough, is_killed, load, load_all, table
@@ -69,3 +70,27 @@ def test_survivors_need_a_reason_and_nine_of_ten_must_be_killed():
     assert not is_enough([(plain, True)] * 8 + [(harmless, False)] * 2)
     assert "| hall | 2 | 1 | 1 |" in table([(plain, True), (harmless, False)])
     assert "It is the same." in table([(plain, True), (harmless, False)])
+
+
+def test_tests_of_a_drawn_mutant_are_those_that_run_its_line(
+    hall: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(drawn_mutants, "ROOT", mutants.ROOT)
+    source = hall / "src" / "trencadis" / "hall" / "sums.py"
+    source.write_text(SOURCE + "\n\nTHIRD = (\n    1,\n    3,\n)\n")
+    record = {"seconds": {"a": 3.0, "b": 1.0, "c": 2.0}, "tests": {"sums.py": {"2": ["a"]}}}
+
+    def tests_of(line: int) -> dict[str, float]:
+        change = drawn_mutants.Change("sums.py", line, 0, 0, "")
+        return drawn_mutants.tests_of("hall", change, record)
+
+    assert tests_of(2) == {"a": 3.0}
+    assert tests_of(7) == record["seconds"]  # run by the import: no test is known
+    record["tests"]["sums.py"]["5"] = ["b"]
+    assert tests_of(7) == {"b": 1.0}, "the line is a part of the statement that begins in line 5"
+
+
+def test_the_quickest_tests_of_a_drawn_mutant_run_and_one_always_does():
+    seconds = {"a": 3.0, "b": 1.0, "c": 2.0}
+    assert list(drawn_mutants.quickest(seconds, 3.5)) == ["b", "c"]
+    assert list(drawn_mutants.quickest(seconds, 0.1)) == ["b"]

@@ -6,13 +6,16 @@
 Beside the lists of `mutants`, which somebody chose: nobody knows which places are drawn. The same
 source and seed give the same ones. A survivor is a place to look at: the tests may miss something,
 or no caller can see the change. ``--files N`` runs the N test files that name most of what the
-changed module defines, and not all: for a package whose tests take minutes.
+changed module defines, and not all: for a package whose tests take minutes. ``--lines FILE``,
+a file of ``tests_by_line.py``, runs the tests that run the changed line, the quickest first, one
+process at a time; ``--seconds`` bounds what they take together, so that a survivor may need more.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import random
 import re
@@ -23,8 +26,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from forked_tests import FAILED, PASSED, TIMED_OUT, import_the_rest, outcome
 from mutants import ROOT, Mutation, fails
+
+Record = dict[str, Any]
+"""What `tests_by_line.py` writes of a package."""
 
 COMPARED = {
     ast.Lt: "<=",
@@ -178,6 +186,64 @@ def named_most(package: str, module: str, count: int) -> list[Path]:
     ]
 
 
+def tests_of(package: str, change: Change, record: Record) -> dict[str, float]:
+    """The tests that run the changed lines, with what each takes.
+
+    Where none is seen to (a started process runs the line, or the import), those of the files that
+    name what the module defines, else all.
+    """
+    source = ROOT / "packages" / package / "src" / "trencadis" / package / change.module
+    lines = record["tests"].get(change.module, {})
+    first, last = statement_of(ast.parse(source.read_bytes()), change.line)
+    tests = lines.get(str(change.line), []) or [
+        test for line in range(first, last + 1) for test in lines.get(str(line), [])
+    ]
+    seconds = record["seconds"]
+    if not tests:
+        files = {str(file.relative_to(ROOT)) for file in named_most(package, change.module, 8)}
+        tests = [test for test in seconds if test.partition("::")[0] in files]
+    return {test: seconds[test] for test in tests or seconds}
+
+
+def statement_of(tree: ast.Module, line: int) -> tuple[int, int]:
+    """The first and last line of the smallest statement around a line, without what it contains."""
+    around = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body else node.end_lineno or 0
+            if node.lineno <= line <= last:
+                around.append((node.lineno, last))
+    return min(around, key=lambda span: span[1] - span[0], default=(line, line))
+
+
+def quickest(seconds: dict[str, float], limit_s: float) -> dict[str, float]:
+    """The quickest tests that take ``limit_s`` together."""
+    total, chosen = 0.0, {}
+    for test, duration in sorted(seconds.items(), key=lambda item: item[1]):
+        total += duration
+        if chosen and total > limit_s:
+            break
+        chosen[test] = duration
+    return chosen
+
+
+def outcome_by_line(package: str, change: Change, record: Record, limit_s: float) -> str:
+    """What comes of the tests that run the changed lines, in one process after another."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        copy = Path(name)
+        shutil.copytree(ROOT / "packages" / package / "src", copy / "src")
+        file = copy / Mutation(package, "", 0, change.module, "", "", "").path
+        source = change.applied(file.read_bytes())
+        try:
+            compile(source, str(file), "exec")
+        except SyntaxError:
+            return FAILED
+        file.write_bytes(source)
+        tests = quickest(tests_of(package, change, record), limit_s)
+        return outcome(copy, tests, 30 + 6 * sum(tests.values()))
+
+
 def is_killed(package: str, change: Change, num_files: int) -> bool:
     """Whether a test fails."""
     directory = ROOT / "packages" / package
@@ -217,9 +283,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", type=int, default=0, help="test files to run; default: all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="default: the cores")
+    parser.add_argument("--lines", type=Path, help="a file of tests_by_line.py")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="of tests, by --lines; default: 60"
+    )
     args = parser.parse_args()
     changes = drawn(args.package, args.count, args.seed)
     results: list[tuple[Change, bool]] = []
+    if args.lines:
+        record = json.loads(args.lines.read_text())
+        import_the_rest()
+        num_timed_out = 0
+        for change in changes:
+            state = outcome_by_line(args.package, change, record, args.seconds)
+            results.append((change, state != PASSED))
+            num_timed_out += state == TIMED_OUT
+            print(f"{change.module}:{change.line} {state}", file=sys.stderr, flush=True)
+        print("\n".join(lines_of(args.package, results)))
+        print(f"{num_timed_out} of the killed were ended by the limit of time")
+        return
     with ThreadPoolExecutor(args.jobs) as pool:
         killed = pool.map(lambda change: is_killed(args.package, change, args.files), changes)
         for change, was_killed in zip(changes, killed, strict=True):

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.kvcache import BlockManager, CacheConfig, RequestHasher, decode_extra_keys
+from trencadis.kvcache import (
+    BlockManager,
+    CacheConfig,
+    CacheEvents,
+    RequestHasher,
+    decode_extra_keys,
+)
 from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.config import PADDING_BLOCK
 from trencadis.kvcache.prefix_cache import (
@@ -162,6 +168,14 @@ def test_events_are_of_content_and_bounded_by_the_cache() -> None:
     manager.reset_prefix_cache()
     assert manager.take_events().cleared
     assert not manager.take_events()
+
+
+def test_events_are_true_where_anything_happened() -> None:
+    key = BlockKey(b"digest", b"tokens", None, b"")
+    assert not CacheEvents(cleared=False, removed=(), stored=())
+    assert CacheEvents(cleared=True, removed=(), stored=())
+    assert CacheEvents(cleared=False, removed=(b"digest",), stored=())
+    assert CacheEvents(cleared=False, removed=(), stored=(key,))
 
 
 def test_a_manager_records_nothing_unless_it_is_asked_to() -> None:
