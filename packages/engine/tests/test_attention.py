@@ -54,6 +54,7 @@ from trencadis.engine.runner.shapes import (
     RaggedShape,
     ragged_shape,
 )
+from trencadis.kvcache.state_cache import StateKey, StateShape
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
@@ -933,6 +934,7 @@ REJECTED = {
     "kind": ("linear_attention", "is of kind linear_attention"),
     "calls": (2, "attends 2 times"),
     "others": (("indices",), "passes indices to attention"),
+    "states": ((StateShape(StateKey("conv", 0), (4,)),), "keeps a state"),
 }
 
 

@@ -136,6 +136,37 @@ def test_a_query_that_is_not_a_number_gives_none(codes: torch.dtype) -> None:
 
 
 @kinds
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_the_largest_numbers_stay_finite(codes: torch.dtype, dtype: torch.dtype) -> None:
+    """A block's next owner multiplies by 0 what it has not overwritten yet."""
+    largest = torch.finfo(dtype).max
+    rows = (torch.linspace(0.9, 1.0, 400, dtype=torch.float64) * largest).to(dtype)
+    part = QuantizedPart(torch.zeros(100, 1, 4, 18, dtype=codes), dtype)
+    slots = torch.arange(400)
+    part[slots // 4, :, slots % 4] = rows[:, None, None].expand(400, 1, 16)
+    assert part[:].isfinite().all()
+    assert part.rounded(rows[:, None]).isfinite().all()
+
+
+@pytest.mark.parametrize(("dtype", "outlier"), [(torch.bfloat16, 20.0), (torch.float32, 300.0)])
+def test_an_outlier_of_a_query_costs_no_more_than_its_dtype_does(
+    dtype: torch.dtype, outlier: float
+) -> None:
+    """In fp32 the steps of an integer query would be coarser than those of its numbers."""
+    kernel = attention_kernel(3, 1, 64, dtype, cached=torch.int8)
+    query, key, value = cpu_attention._trial_rows(kernel, 3)
+    query[..., 7], key[..., 7] = outlier, 0.0
+    context = cpu_attention._trial_decode(cpu_attention._trial_cache(kernel))
+    spec = cpu_attention._trial_spec(kernel)
+    out, plain = (
+        attention.attend(query, key, value, 0, context, spec)
+        for attention in (CPUAttention(kernel), CPUAttention())
+    )
+    atol = 1e-4 if dtype is torch.float32 else 0.04
+    torch.testing.assert_close(out, plain, atol=atol, rtol=0.01)
+
+
+@kinds
 def test_scales_move_with_their_blocks(codes: torch.dtype) -> None:
     layers = [LayerShape(2, 16, 8), LayerShape(1, 20, 20)]
     cache = KVCache(
@@ -250,7 +281,7 @@ def test_a_device_without_such_a_cache_refuses_it(tiny_model: Path) -> None:
 
 def test_keys_of_the_prefix_cache_differ_by_dtype(tiny_model: Path) -> None:
     digests = []
-    for name in ("auto", "int8"):
+    for name in ("auto", "int8", "fp8", "fp8_e4m3"):
         core = EngineCore(
             EngineConfig(model=str(tiny_model), max_model_len=64, block_size=8, kv_cache_dtype=name)
         )
@@ -261,4 +292,5 @@ def test_keys_of_the_prefix_cache_differ_by_dtype(tiny_model: Path) -> None:
         keys = [index.key_of(block) for block in range(core.blocks.config.num_blocks)]
         digests.append({key.digest for key in keys if key is not None})
     assert all(len(each) > 4 for each in digests)
+    assert digests.pop() == digests[-1], "two names of one dtype"
     assert len(set().union(*digests)) == sum(map(len, digests))

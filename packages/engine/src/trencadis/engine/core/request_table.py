@@ -496,7 +496,8 @@ def _extra_keys(
     """
     salt = request.cache_salt
     if kv_cache_dtype != "auto":
-        return (salt, adapter or None, kv_cache_dtype)
+        codes = "fp8_e4m3" if kv_cache_dtype == "fp8" else kv_cache_dtype  # two names of one
+        return (salt, adapter or None, codes)
     if adapter:
         return (salt, adapter)
     return () if salt is None else (salt,)

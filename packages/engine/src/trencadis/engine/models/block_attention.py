@@ -24,7 +24,7 @@ from trencadis.engine.models.paged_context import (
     RaggedChunk,
     RaggedContext,
 )
-from trencadis.engine.models.quantized_cache import QuantizedPart
+from trencadis.engine.models.quantized_cache import CODES, QuantizedPart
 from trencadis.engine.models.softmax_attention import (
     bounded_scores,
     seen_in_prompt,
@@ -69,7 +69,7 @@ class BlockAttention:
             return attend_in_parts(self.attend, query, key, value, layer, paged, spec, sinks)
         keys: Any = paged.cache.key(layer)
         values: Any = paged.cache.value(layer)
-        is_quantized = keys.dtype is not key.dtype
+        is_quantized = keys.dtype in CODES
         if is_quantized:
             keys, values = QuantizedPart(keys, key.dtype), QuantizedPart(values, key.dtype)
         # Finite, because the next owner of a block adds a bias to what it has not overwritten yet.

@@ -26,6 +26,9 @@ CACHE_DTYPES: Mapping[str, torch.dtype] = {
 }
 """Those of `EngineConfig.kv_cache_dtype`, without ``auto``."""
 
+CODES = frozenset(CACHE_DTYPES.values())
+"""The dtypes of a cache in 8 bits."""
+
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 SCALE_BYTES = torch.bfloat16.itemsize
@@ -95,4 +98,7 @@ class QuantizedPart:
         return codes, blocks[..., end:].view(*axes, size, SCALE_BYTES)
 
     def _expanded(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return (codes.float() * scales.view(torch.bfloat16).float()).to(self._dtype)
+        """Finite numbers: a scale that was rounded up could make the largest ones infinite."""
+        largest = torch.finfo(self._dtype).max
+        numbers = codes.float() * scales.view(torch.bfloat16).float()
+        return numbers.clamp_(-largest, largest).to(self._dtype)

@@ -22,8 +22,9 @@
 #if BF16 && defined(__AVX512BF16__)
 #define DOT_PRODUCTS (D % 32 == 0)
 #endif
-// Lanes of a product of bytes are integers of 32 bits: see `WholeQuery`.
-#if CODES == 1 && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && D <= 1024
+// Lanes of a product of bytes are integers of 32 bits: see `WholeQuery`, whose steps are finer than
+// those of bf16, not than those of fp32.
+#if CODES == 1 && BF16 && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__) && D <= 1024
 #define BYTE_PRODUCTS 1
 #endif
 
