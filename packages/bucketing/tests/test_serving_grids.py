@@ -346,6 +346,10 @@ def test_an_axis_without_recorded_traffic_uses_exp() -> None:
     grid = decode_grid(BucketingConfig(strategy="fit"), traffic=traffic, **limits)
     assert grid.values("blocks") == (40, 64)
     assert grid.values("batch") == (1, 2, 4, 8)
+    traffic = TrafficRecorder(("batch",))
+    traffic.record((5,), 9)
+    grid = decode_grid(BucketingConfig(strategy="fit"), traffic=traffic, **limits)
+    assert grid.values("batch") == (5, 8)
 
 
 def test_fit_counts_what_is_as_large_as_a_limit_and_any_number_of_prompts(

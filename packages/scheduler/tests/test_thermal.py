@@ -101,6 +101,12 @@ def test_the_cap_rises_once_per_dwell_time_by_a_quarter_of_the_removed_sequences
     assert seen == [20] * 5 + [40] * 5 + [55] * 5 + [66] * 5 + [74]
 
 
+def test_the_cap_rises_no_further_than_the_temperature_and_the_hysteresis_allow() -> None:
+    policy = ProportionalThermalPolicy(target_temp_c=82.0, k_p=10.0, hysteresis_c=3.0, dwell_s=5.0)
+    assert caps(policy, [90.0, *[86.5] * 5]) == [20] * 5 + [25]
+    assert policy.excess_c == 7.5
+
+
 def test_a_fall_after_a_rise_waits_for_the_dwell_time_unless_it_is_steep() -> None:
     policy = ProportionalThermalPolicy(target_temp_c=82.0, k_p=10.0, hysteresis_c=3.0, dwell_s=5.0)
     caps(policy, [88.0, *[82.0] * 4])
