@@ -7,6 +7,7 @@ import errno
 import json
 import re
 import time
+import tracemalloc
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -237,6 +238,19 @@ def test_a_form_without_end_of_headers_is_bounded():
     with pytest.raises(ApiError, match="headers of a part"):
         for _ in range(100):
             list(form.feed(b"--b\r\n" + b"x" * 1000))
+
+
+def test_what_follows_a_whole_form_is_not_kept():
+    form = FormReader("multipart/form-data; boundary=b")
+    list(form.feed(b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--b--'))
+    assert form.is_complete
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            assert list(form.feed(bytes(10_000))) == []
+        assert tracemalloc.get_traced_memory()[0] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.asyncio

@@ -41,9 +41,11 @@ class FormReader:
         self.is_complete = False
 
     def feed(self, chunk: bytes) -> Iterator[tuple[str, str | None] | bytes]:
-        """What a further chunk of the body has."""
+        """What a further chunk of the body has. What follows the last boundary is ignored."""
+        if self.is_complete:
+            return
         self._rest += chunk
-        while not self.is_complete:
+        while True:
             if self._is_content or self._is_before_first:
                 at = self._rest.find(self._mark)
                 if at < 0:
@@ -61,6 +63,7 @@ class FormReader:
                 self._is_content = self._is_before_first = False
                 if self._rest.startswith(b"--"):
                     self.is_complete = True
+                    self._rest = b""
                     return
             at = self._rest.find(b"\r\n\r\n")
             if at > MAX_HEADER_BYTES or (at < 0 and len(self._rest) > MAX_HEADER_BYTES):
