@@ -367,6 +367,30 @@ async def test_files_and_batches_belong_to_their_key(serving, tmp_path):
 
 
 @pytest.mark.asyncio
+async def test_files_of_unnamed_keys_stay_theirs_when_keys_change(serving, tmp_path):
+    async def files_of(url: str, key: str) -> list[str]:
+        async with client_of(url, key) as client:
+            return [file.id for file in (await client.files.list()).data]
+
+    async with (
+        serving(batch_directory=str(tmp_path), api_keys=["sk-one", "sk-two"]) as url,
+        client_of(url, "sk-one") as one,
+        httpx.AsyncClient() as http,
+    ):
+        batch = await ended(one, (await created(one, jsonl(line(1)))).id)
+        names = (batch.output_file_id, batch.input_file_id)
+        # Metrics are open, so that they have the name alone.
+        metrics = (await http.get(f"{url}/metrics")).text
+        assert 'trencadis:key_requests_total{api_key="key-1"' in metrics
+        assert "sha256" not in metrics
+    async with serving(batch_directory=str(tmp_path), api_keys=["sk-two", "sk-one"]) as url:
+        assert await files_of(url, "sk-two") == []
+        assert set(await files_of(url, "sk-one")) == set(names)
+    records = b"".join(path.read_bytes() for path in tmp_path.glob("*.json"))
+    assert b"sk-one" not in records
+
+
+@pytest.mark.asyncio
 async def test_ids_of_clients_are_no_paths(batching, tmp_path):
     (tmp_path / "secret.jsonl").write_text("{}\n")
     async with batching() as client, httpx.AsyncClient() as http:

@@ -67,7 +67,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     """
     settings = settings or ServerSettings()
     keys = ApiKeys.of(settings)
-    context = _context(engine, settings, has_keys=len(keys) > 0)
+    context = _context(engine, settings, keys)
     dashboard = DashboardFeed(engine, context.metrics, context.check_serving)
     app = DescribedApp(
         title="Trencadis",  # in ASCII, since generators of clients name a package after it
@@ -90,12 +90,12 @@ def end_streams(app: FastAPI) -> None:
     dashboard.close()
 
 
-def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool) -> ServingContext:
+def _context(engine: ServingEngine, settings: ServerSettings, keys: ApiKeys) -> ServingContext:
     models = ServedModels(engine, settings)
     encoder = PromptEncoder(settings.max_pending_prompts)
     endpoint = settings.otlp_traces_endpoint
     tracer = None if endpoint is None else RequestTracer(endpoint)
-    metrics = ServingMetrics(engine, tracer=tracer, has_keys=has_keys)
+    metrics = ServingMetrics(engine, tracer=tracer, has_keys=len(keys) > 0)
     switcher, switching = None, as_switching(engine)
     if switching is not None and metrics.switches is not None:
         switcher = SwitchControl(switching, settings, metrics.switches, lambda: metrics.num_active)
@@ -104,7 +104,7 @@ def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool)
         store = ResponseStore(settings.responses_store_size, settings.responses_store_ttl)
     batches = None
     if settings.batch_directory is not None:
-        batches = _batch_runner(engine, settings, metrics)
+        batches = _batch_runner(engine, settings, metrics, keys)
     return ServingContext(
         engine=engine,
         switching=switching,
@@ -122,7 +122,7 @@ def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool)
 
 
 def _batch_runner(
-    engine: ServingEngine, settings: ServerSettings, metrics: ServingMetrics
+    engine: ServingEngine, settings: ServerSettings, metrics: ServingMetrics, keys: ApiKeys
 ) -> BatchRunner:
     store = BatchStore(Path(settings.batch_directory or ""))
     statuses = BatchMetrics(
@@ -145,6 +145,7 @@ def _batch_runner(
         store,
         most_lines=most_lines,
         is_held=is_held,
+        name_of=keys.name_of,
         count_line=statuses.count_line,
         max_line=settings.max_body_size,
         retry_after=settings.retry_after,

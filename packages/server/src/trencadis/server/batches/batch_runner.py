@@ -90,6 +90,7 @@ class BatchRunner:
 
     ``most_lines`` gets how many requests of batches are in the app, and returns how many there may
     be. ``is_held``: whether the model that a body names is not active, so that its line waits.
+    ``name_of`` returns the name of the API key of an owner, "" for none.
     ``count_line`` gets whether a line is completed or failed. ``retry_after`` is in seconds.
     """
 
@@ -99,6 +100,7 @@ class BatchRunner:
         *,
         most_lines: Callable[[int], int],
         is_held: Callable[[dict[str, Any]], bool],
+        name_of: Callable[[str], str],
         count_line: Callable[[str], None],
         max_line: int,
         retry_after: float,
@@ -106,6 +108,7 @@ class BatchRunner:
         self.store = store
         self._most_lines = most_lines
         self._is_held = is_held
+        self._name_of = name_of
         self._count_line = count_line
         self._max_line = max_line
         self._retry_after = retry_after
@@ -303,11 +306,11 @@ class BatchRunner:
             raise RuntimeError("the runner has not started")
 
         def of_client(scope: Scope) -> None:
-            if owner:
-                accept_name(scope, owner)
+            if name := self._name_of(owner):
+                accept_name(scope, name)
             # The salt of cached prefixes follows from the key, which is not stored.
-            name = f"Bearer batches of {owner}".encode()
-            scope["headers"].append((b"authorization", name))
+            salt = f"Bearer batches of {owner}".encode()
+            scope["headers"].append((b"authorization", salt))
 
         body = line.body
         if self._has_priorities:

@@ -2,7 +2,7 @@
 
 Each has a record, which is replaced whole, and a file its content besides. Names on disk are ids
 that the server has made; what clients send is looked up among them and never becomes a path.
-Each belongs to the name of an API key, "" without keys.
+Each belongs to the owner of an API key (see `key_owner`), "" without keys.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 
 @attrs.frozen
 class StoredFile:
-    """A file of the API key with the name ``owner``."""
+    """A file of the API key of ``owner``."""
 
     owner: str
     file: FileObject

@@ -25,6 +25,9 @@ _OF_OTHERS = stat.S_IRWXO | stat.S_IWGRP
 """Permissions that a file of keys must not have. A group may read it, as that of a container."""
 
 _SCOPE_KEY = "trencadis.api_key"
+_SCOPE_OWNER = "trencadis.api_key_owner"
+_DIGEST = "sha256:"
+"""Begins the owner of an unnamed key; no name of a key has a colon."""
 
 
 def digest(key: str) -> bytes:
@@ -38,6 +41,16 @@ def key_name(scope: Scope) -> str:
     return name
 
 
+def key_owner(scope: Scope) -> str:
+    """Who owns what a request stores on disk; "" without an API key.
+
+    The name of a key of ``api_key_file``. The name of another key is its position on the command
+    line, which another key has once keys have changed: its owner is a digest.
+    """
+    owner: str = scope.get(_SCOPE_OWNER, "")
+    return owner
+
+
 def accept_name(scope: Scope, name: str) -> None:
     """Make a request of this process one of the API key with this name."""
     scope[_SCOPE_KEY] = name
@@ -47,6 +60,7 @@ def accept_name(scope: Scope, name: str) -> None:
 class _ApiKey:
     name: str
     digest: bytes = attrs.field(repr=False)
+    owner: str = attrs.field(repr=False)
 
 
 class ApiKeys:
@@ -64,7 +78,8 @@ class ApiKeys:
         read or write, that has no keys, or a key of ``api_keys``.
         """
         keys = [
-            _ApiKey(f"key-{number}", digest(key)) for number, key in enumerate(settings.api_keys, 1)
+            _ApiKey(f"key-{number}", digest(key), f"{_DIGEST}{digest(key).hex()}")
+            for number, key in enumerate(settings.api_keys, 1)
         ]
         if settings.api_key_file is not None:
             accepted = {key.digest for key in keys}
@@ -81,8 +96,14 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def name_of(self, owner: str) -> str:
+        """The name of the key of an owner; "" for an unnamed key that is not accepted any more."""
+        if not owner.startswith(_DIGEST):
+            return owner
+        return next((key.name for key in self._keys if key.owner == owner), "")
+
     def accept(self, key: str, scope: Scope) -> bool:
-        """Whether a key is accepted; notes its name in ``scope``.
+        """Whether a key is accepted; notes its name and owner in ``scope``.
 
         The comparison covers the digests of all keys, so that its duration reveals no length,
         prefix or position of a key.
@@ -91,7 +112,8 @@ class ApiKeys:
         matches = [hmac.compare_digest(received, each.digest) for each in self._keys]
         if not any(matches):
             return False
-        scope[_SCOPE_KEY] = self._keys[matches.index(True)].name
+        accepted = self._keys[matches.index(True)]
+        scope[_SCOPE_KEY], scope[_SCOPE_OWNER] = accepted.name, accepted.owner
         return True
 
 
@@ -150,4 +172,4 @@ def _parsed(line: str, where: str) -> _ApiKey:
         raise ConfigError(
             f"{where}: a name has 1 to 64 letters, digits and _ . @ -", "api_key_file"
         )
-    return _ApiKey(name, digest(key))
+    return _ApiKey(name, digest(key), owner=name)

@@ -30,7 +30,7 @@ from trencadis.server.batches.batch_line import lines_of
 from trencadis.server.batches.batch_runner import ENDPOINTS, MAX_LINES, BatchRunner
 from trencadis.server.batches.file_store import BatchStore
 from trencadis.server.errors import ApiError, ClientDisconnectedError
-from trencadis.server.http.api_keys import key_name
+from trencadis.server.http.api_keys import key_owner
 from trencadis.server.http.json_body import Checked
 from trencadis.server.http.multipart import FormReader
 from trencadis.server.routes.context import ServingContext
@@ -56,7 +56,7 @@ def files_router(context: ServingContext, store: BatchStore) -> APIRouter:
     async def upload_file(request: Request) -> dict[str, Any]:
         """Keep a file of requests (JSON lines), for a batch."""
         context.check_accepting()
-        owner = key_name(request.scope)
+        owner = key_owner(request.scope)
         with store.upload(owner) as file_id, _disk_errors():
             path = store.path(file_id)
             filename = await _receive(request, path, context.settings.body_timeout)
@@ -82,7 +82,7 @@ def files_router(context: ServingContext, store: BatchStore) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
         """The files of this API key."""
-        owner = key_name(request.scope)
+        owner = key_owner(request.scope)
         files = [
             stored.file
             for stored in store.files.values()
@@ -93,19 +93,19 @@ def files_router(context: ServingContext, store: BatchStore) -> APIRouter:
     @router.get("/v1/files/{file_id}", response_model=None, responses=errors)
     async def retrieve_file(file_id: str, request: Request) -> dict[str, Any]:
         """What is known of a file."""
-        return store.file_of(key_name(request.scope), file_id).model_dump(mode="json")
+        return store.file_of(key_owner(request.scope), file_id).model_dump(mode="json")
 
     @router.get("/v1/files/{file_id}/content", response_model=None, responses=errors)
     async def file_content(file_id: str, request: Request) -> FileResponse:
         """The content of a file."""
-        file = store.file_of(key_name(request.scope), file_id)
+        file = store.file_of(key_owner(request.scope), file_id)
         return FileResponse(store.path(file.id), media_type="application/octet-stream")
 
     @router.delete("/v1/files/{file_id}", response_model=None, responses=errors)
     async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
         """Remove a file, unless a batch uses it."""
         with _disk_errors():
-            await store.remove_file(key_name(request.scope), file_id)
+            await store.remove_file(key_owner(request.scope), file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     return router
@@ -122,7 +122,7 @@ def batches_router(context: ServingContext, runner: BatchRunner) -> APIRouter:
     async def create_batch(body: Checked[BatchRequest], request: Request) -> dict[str, Any]:
         """Answer the requests of a file."""
         context.check_accepting()
-        owner = key_name(request.scope)
+        owner = key_owner(request.scope)
         if body.endpoint not in ENDPOINTS:
             listed = ", ".join(ENDPOINTS)
             raise InvalidRequest(f"endpoint must be one of {listed}", "endpoint")
@@ -160,19 +160,19 @@ def batches_router(context: ServingContext, runner: BatchRunner) -> APIRouter:
         limit: int = Query(20, ge=1, le=MAX_LISTED_BATCHES),
     ) -> dict[str, Any]:
         """The batches of this API key, newest first."""
-        owner = key_name(request.scope)
+        owner = key_owner(request.scope)
         batches = [each.batch for each in store.batches.values() if each.owner == owner]
         return page(batches[::-1], after, limit)
 
     @router.get("/v1/batches/{batch_id}", response_model=None, responses=errors)
     async def retrieve_batch(batch_id: str, request: Request) -> dict[str, Any]:
         """The state of a batch."""
-        return store.batch_of(key_name(request.scope), batch_id).batch.model_dump(mode="json")
+        return store.batch_of(key_owner(request.scope), batch_id).batch.model_dump(mode="json")
 
     @router.post("/v1/batches/{batch_id}/cancel", response_model=None, responses=errors)
     async def cancel_batch(batch_id: str, request: Request) -> dict[str, Any]:
         """End a batch; what has been answered is in its files."""
-        batch = store.batch_of(key_name(request.scope), batch_id).batch
+        batch = store.batch_of(key_owner(request.scope), batch_id).batch
         if batch.status not in ("validating", "in_progress", "cancelling"):
             raise ApiError(
                 409,
