@@ -219,6 +219,8 @@ def test_the_load_of_an_engine() -> None:
     [
         ({"port": 8000}, "port is a setting of what listens, which is Ray: leave it out"),
         ({"uds": "server.sock"}, "uds is a setting of what listens"),
+        ({"ssl_certfile": "cert.pem"}, "ssl-certfile is a setting of what listens"),
+        ({"batch-directory": "batches"}, "batch-directory is a setting of a single server"),
         ({"max-num-seqs": 0}, "max_num_seqs must be an integer from 1"),
         ({"max-num-seq": 4}, "did you mean --max-num-seqs"),
         ({"deployment": "two"}, "deployment must be options of a deployment"),

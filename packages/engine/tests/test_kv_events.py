@@ -419,6 +419,30 @@ def test_blocks_are_told_with_the_adapter_that_a_request_named(
         core.close()
 
 
+@pytest.mark.parametrize("max_tokens", [4, 5, 8, 12, 13])
+def test_the_last_block_of_an_adapter_that_was_unloaded_has_its_name(
+    context: zmq.Context[Any],
+    settings: dict[str, Any],
+    models: list[Path],
+    tmp_path: Path,
+    max_tokens: int,
+) -> None:
+    """The block may be full in the step that ends the request, the last one with the adapter."""
+    core = EngineCore(config_of(models[0], settings, enable_lora=True, max_lora_rank=8))
+    try:
+        subscriber = Subscriber(context, settings)
+        core.load_adapter("a", str(save_adapter(models[0], tmp_path / "a", seed=1)))
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+        core.add("last", GenerateRequest((200,) * 20, params, lora="a"))
+        core.unload_adapter("a")
+        while core.has_work:
+            core.step()
+        wait_until_known(subscriber, core)
+        assert set(subscriber.adapters.values()) == {"a"}
+    finally:
+        core.close()
+
+
 def filled(prompts: int) -> BlockManager:
     blocks = BlockManager(CacheConfig(num_blocks=9, block_size=4, record_events=True))
     for number in range(prompts):

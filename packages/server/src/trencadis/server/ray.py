@@ -52,6 +52,9 @@ OF_RAY = (
 )
 """Settings of what listens, which is Ray here."""
 
+OF_ONE_SERVER = ("batch_directory",)
+"""Settings of a server that clients reach again with their next request."""
+
 
 def build_app(args: Mapping[str, Any]) -> Application:
     """The application for ``serve run`` and for a config file of Ray Serve.
@@ -67,7 +70,7 @@ def build_app(args: Mapping[str, Any]) -> Application:
         raise ConfigError(
             f"deployment must be options of a deployment, as {{'num_replicas': 2}}, got {options!r}"
         )
-    config, settings = _settings(given)
+    config, settings = _settings({name.replace("_", "-"): each for name, each in given.items()})
     # Ray's own limit of 5 requests would leave most of a batch empty; what is above this one waits
     # where another replica can still take it.
     chosen = {"max_ongoing_requests": 2 * _max_num_seqs(config), **options}
@@ -157,6 +160,12 @@ def _settings(given: Mapping[str, Any]) -> tuple[EngineConfig | MultiModelConfig
             raise ConfigError(
                 f"{flag} is a setting of what listens, which is Ray: leave it out", field.name
             )
+        if field.name in OF_ONE_SERVER and flag in given:
+            raise ConfigError(
+                f"{flag} is a setting of a single server, and a request reaches any replica: leave "
+                "it out",
+                field.name,
+            )
     if settings.multi_model_config is None:
         return engine_config(args, os.environ), settings
     return multi_model_config(args, os.environ, settings.multi_model_config), settings
@@ -171,7 +180,7 @@ def _arguments(given: Mapping[str, Any], flags: Container[str]) -> list[str]:
     values = dict(given)
     arguments = [str(model)] if (model := values.pop("model", None)) is not None else []
     for name, value in values.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = f"--{name}"
         if value is None:
             continue
         if isinstance(value, bool):

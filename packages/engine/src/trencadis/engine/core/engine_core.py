@@ -487,6 +487,8 @@ class EngineCore:
             self._num_failed_steps = 0
         if self._kv_events is not None:
             self._publish_events(self._kv_events)
+        if self.config.enable_lora:  # after the events, which have their names
+            self._drop_unused_adapters()
         return tokens
 
     def take_failures(self) -> list[RequestError | Rejected]:
@@ -561,10 +563,7 @@ class EngineCore:
             self._num_prefill_tokens += len(chunk.token_ids)
         self._running_limit = output.max_running_seqs
         self._prefill_limit = output.max_prefill_tokens
-        tokens = self._sampling.report(updates, result, sampled)
-        if self.config.enable_lora:
-            self._drop_unused_adapters()
-        return tokens
+        return self._sampling.report(updates, result, sampled)
 
     def _pays_to_jump(self, start: int, num_forced: int) -> bool:
         """Whether to compute forced tokens as one chunk; see `Executor.pays_to_jump`."""
