@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import re
+import threading
 import time
 import tracemalloc
 from contextlib import asynccontextmanager
@@ -21,10 +22,11 @@ from switching_engine import SwitchingStandIn
 
 from trencadis.engine import ConfigError
 from trencadis.server import ServerSettings, create_app
-from trencadis.server.batches import batch_runner, file_store
+from trencadis.server.batches import batch_line, batch_runner, file_store
 from trencadis.server.batches.file_store import AnswerFiles
 from trencadis.server.errors import ApiError
 from trencadis.server.http.multipart import FormReader
+from trencadis.server.routes import batches as routes_of_batches
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 CHAT = "/v1/chat/completions"
@@ -289,6 +291,100 @@ def test_answers_that_a_crash_has_cut_are_whole_lines_again(tmp_path_factory, da
     assert files.recover() == {f"r{n}": True for n in range(whole)}
     left = files.output.read_bytes()
     assert left == b"".join(content.splitlines(keepends=True)[:whole])
+
+
+class Reading:
+    """Reads the lines of files; at the third in all a thread waits for ``go``."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.go = threading.Event()
+        self._num_open = 0
+
+    def __call__(self, *args: Any):
+        self._num_open += 1
+        try:
+            for number, text in batch_line.lines_of(*args):
+                self.numbers.append(number)
+                if len(self.numbers) == 3:
+                    self.go.wait(60)
+                yield number, text
+        finally:
+            self._num_open -= 1
+
+    def waits(self) -> bool:
+        return len(self.numbers) == 3
+
+    def has_ended(self) -> bool:
+        return not self._num_open
+
+
+@pytest.fixture
+def reading():
+    found = Reading()
+    yield found
+    found.go.set()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", ["stop", "cancel"])
+async def test_the_check_of_an_input_ends_with_the_server_or_its_batch(
+    batching, monkeypatch, soon, reading, end
+):
+    monkeypatch.setattr(batch_runner, "lines_of", reading)
+    async with batching() as client:
+        batch = await created(client, jsonl(*map(line, range(1000))))
+        await soon(reading.waits)
+        if end == "cancel":
+            await client.batches.cancel(batch.id)
+            reading.go.set()
+            assert (await ended(client, batch.id)).status == "cancelled"
+    reading.go.set()
+    await soon(reading.has_ended)
+    assert reading.numbers == [1, 2, 3]
+
+
+@pytest.mark.asyncio
+async def test_the_check_of_an_upload_ends_with_its_request(
+    engine, tmp_path, monkeypatch, soon, reading
+):
+    monkeypatch.setattr(routes_of_batches, "lines_of", reading)
+    app = create_app(engine, ServerSettings(batch_directory=str(tmp_path)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s") as http:
+        files = {"file": ("a", jsonl(*map(line, range(1000))))}
+        upload = asyncio.create_task(http.post("/v1/files", files=files, data={"purpose": "batch"}))
+        await soon(reading.waits)
+        upload.cancel()
+        assert (await upload).json()["error"]["code"] == "server_stopping"
+    reading.go.set()
+    await soon(reading.has_ended)
+    assert reading.numbers == [1, 2, 3]
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_stops_writes_no_further_expired_lines_and_the_next_does(
+    batching, engine, monkeypatch, tmp_path, soon, reading
+):
+    engine.delay = 1000.0
+    async with batching() as client:
+        batch = await created(client, jsonl(*map(line, range(100))))
+        await soon(lambda: engine.running)
+    path = tmp_path / "b" / f"{batch.id}.json"
+    record = json.loads(path.read_text())
+    record["batch"].update(status="finalizing", expired_at=record["batch"]["created_at"])
+    path.write_text(json.dumps(record))
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_runner, "lines_of", reading)
+        async with batching():
+            await soon(reading.waits)
+        reading.go.set()
+        await soon(reading.has_ended)
+    assert reading.numbers == [1, 2, 3]
+    async with batching() as client:
+        batch = await ended(client, batch.id)
+        assert batch.status == "expired"
+        names = [each["custom_id"] for each in await lines_of(client, batch.error_file_id)]
+        assert sorted(names) == sorted(f"r{n}" for n in range(100))
 
 
 @pytest.mark.asyncio

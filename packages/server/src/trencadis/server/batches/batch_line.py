@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -54,13 +55,15 @@ class BatchLineError(ValueError):
         self.param = param
 
 
-def lines_of(file: BinaryIO, max_line: int) -> Iterator[tuple[int, bytes | None]]:
-    """The lines that are not blank, with their numbers from 1 on.
+def lines_of(
+    file: BinaryIO, max_line: int, stop: threading.Event | None = None
+) -> Iterator[tuple[int, bytes | None]]:
+    """The lines that are not blank, with their numbers from 1 on, until ``stop`` is set.
 
     None for a line of more than ``max_line`` bytes, of which no more is kept.
     """
     number = 0
-    while line := file.readline(max_line + 1):
+    while not (stop is not None and stop.is_set()) and (line := file.readline(max_line + 1)):
         number += 1
         if len(line) <= max_line:
             if line.strip():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -51,8 +52,10 @@ _CHECK_S = 10.0
 """Longest time between two looks at the clock, in seconds: it may be set."""
 
 
-def check_input(path: Path, endpoint: str, max_line: int) -> tuple[int, list[BatchError]]:
-    """The number of lines of an input file, and what is wrong with them."""
+def check_input(
+    path: Path, endpoint: str, max_line: int, stop: threading.Event
+) -> tuple[int, list[BatchError]]:
+    """The number of lines of an input file, and what is wrong with them, until ``stop`` is set."""
     errors: list[BatchError] = []
     seen: set[str] = set()
     total = 0
@@ -61,7 +64,7 @@ def check_input(path: Path, endpoint: str, max_line: int) -> tuple[int, list[Bat
         errors.append(BatchError(code=code, line=line, message=message, param=param))
 
     with path.open("rb") as file:
-        for number, line in lines_of(file, max_line):
+        for number, line in lines_of(file, max_line, stop):
             total += 1
             if total > MAX_LINES:
                 report(None, "too_many_requests", f"the file has more than {MAX_LINES} requests")
@@ -83,6 +86,21 @@ def check_input(path: Path, endpoint: str, max_line: int) -> tuple[int, list[Bat
     if not total:
         report(None, "empty_file", "the file has no requests")
     return total, errors
+
+
+class _Stop:
+    """The end of a batch: the event loop waits for it, and threads look at ``of_threads``.
+
+    A process waits for its threads before it exits.
+    """
+
+    def __init__(self) -> None:
+        self.of_loop = asyncio.Event()
+        self.of_threads = threading.Event()
+
+    def set(self) -> None:
+        self.of_loop.set()
+        self.of_threads.set()
 
 
 class BatchRunner:
@@ -114,7 +132,7 @@ class BatchRunner:
         self._retry_after = retry_after
         self._app: ASGIApp | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stops: dict[str, asyncio.Event] = {}
+        self._stops: dict[str, _Stop] = {}
         self._num_sent = 0
         self._freed = asyncio.Event()
         self._has_priorities = True
@@ -127,7 +145,7 @@ class BatchRunner:
 
     def add(self, batch_id: str) -> None:
         """Run a batch of the store."""
-        self._stops[batch_id] = asyncio.Event()
+        self._stops[batch_id] = _Stop()
         task = asyncio.create_task(self._run(batch_id))
         self._tasks[batch_id] = task
         task.add_done_callback(lambda _: self._forget(batch_id))
@@ -139,6 +157,8 @@ class BatchRunner:
 
     async def close(self) -> None:
         """End all, without a change of what is stored: the next server goes on."""
+        for stop in self._stops.values():
+            stop.of_threads.set()
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -164,12 +184,15 @@ class BatchRunner:
         if stored.batch.status != "validating":
             return
         path = self.store.path(stored.batch.input_file_id)
-        work = partial(check_input, path, stored.batch.endpoint, self._max_line)
+        stop = self._stops[batch_id].of_threads
+        work = partial(check_input, path, stored.batch.endpoint, self._max_line, stop)
         total, errors = await asyncio.to_thread(work)
+        if self.store.batches[batch_id].batch.status != "validating":
+            return  # it is cancelled, and the check may have stopped
         if errors:
             listed = Errors(data=errors, object="list")
             await self._change(batch_id, "failed", failed_at=self._now(), errors=listed)
-        elif self.store.batches[batch_id].batch.status == "validating":
+        else:
             counts = BatchRequestCounts(completed=0, failed=0, total=total)
             await self._change(
                 batch_id, "in_progress", in_progress_at=self._now(), request_counts=counts
@@ -221,7 +244,7 @@ class BatchRunner:
     async def _until_stopped(self, batch_id: str, work: asyncio.Task[None]) -> None:
         """Wait until all lines have been answered, the batch is cancelled or has expired."""
         expires_at = self.store.batches[batch_id].batch.expires_at or 0
-        stop = asyncio.create_task(self._stops[batch_id].wait())
+        stop = asyncio.create_task(self._stops[batch_id].of_loop.wait())
         try:
             while not work.done() and not stop.done():
                 left = expires_at - self.store.clock()
@@ -272,8 +295,9 @@ class BatchRunner:
     def _left(self, stored: StoredBatch, done: dict[str, bool]) -> Iterator[BatchLine]:
         """The lines without an answer. They have been checked, but the file may have changed."""
         batch = stored.batch
+        stop = self._stops[batch.id].of_threads
         with self.store.path(batch.input_file_id).open("rb") as file:
-            for _, line in lines_of(file, self._max_line):
+            for _, line in lines_of(file, self._max_line, stop):
                 with suppress(BatchLineError):
                     request = parsed(line, (batch.endpoint,), self._max_line)
                     if request.custom_id not in done:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -60,7 +62,12 @@ def files_router(context: ServingContext, store: BatchStore) -> APIRouter:
         with store.upload(owner) as file_id, _disk_errors():
             path = store.path(file_id)
             filename = await _receive(request, path, context.settings.body_timeout)
-            await asyncio.to_thread(_check_lines, path, context.settings.max_body_size)
+            stop = threading.Event()
+            try:
+                work = partial(_check_lines, path, context.settings.max_body_size, stop)
+                await asyncio.to_thread(work)
+            finally:  # a thread goes on after its request has been cancelled
+                stop.set()
             file = FileObject(
                 id=file_id,
                 bytes=path.stat().st_size,
@@ -287,11 +294,11 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _check_lines(path: Path, max_line: int) -> None:
+def _check_lines(path: Path, max_line: int, stop: threading.Event) -> None:
     """Raise `InvalidRequest` for what cannot be lines of JSON; a batch checks each of them."""
     num_lines = 0
     with path.open("rb") as file:
-        for number, line in lines_of(file, max_line):
+        for number, line in lines_of(file, max_line, stop):
             num_lines += 1
             if num_lines > MAX_LINES:
                 raise InvalidRequest(f"the file has more than {MAX_LINES} lines", "file")
