@@ -112,8 +112,6 @@ class Server:
             max_num_seqs=simulation.config.max_num_seqs,
             max_prefill_tokens=self.max_prefill_tokens,
             max_num_batched_tokens=simulation.config.max_num_batched_tokens,
-            num_used_blocks=simulation.blocks.pool.num_used_blocks,
-            num_total_blocks=simulation.num_blocks,
             thermal=ThermalStats(
                 hottest_c=simulation.reader.state().hottest_c, target_temp_c=TARGET_C
             ),

@@ -27,7 +27,6 @@ COOL = ThermalStats(hottest_c=50.0, power_w=100.0, target_temp_c=80.0, power_bud
         ({"max_running_seqs": 4}, 0.25),
         ({"max_running_seqs": 4, "num_running_seqs": 8}, 0.0),
         ({"max_prefill_tokens": 512}, 0.25),
-        ({"num_total_blocks": 10, "num_used_blocks": 9}, 0.1),
     ],
 )
 def test_requests_and_limits_leave_less(changes: dict[str, int], headroom: float) -> None:

@@ -268,15 +268,15 @@ class EngineStats:
         highest.
 
         The smallest of `ThermalStats.headroom`, the sequences that the running limit leaves free,
-        less the requests that have not started or are preempted, of ``max_num_seqs``, the prefill
-        limit, of ``max_num_batched_tokens``, and the KV blocks that are not in use.
+        less the requests that have not started or are preempted, of ``max_num_seqs``, and the
+        prefill limit, of ``max_num_batched_tokens``. KV blocks are `cache_usage`, for themselves:
+        routers have a rule for them, which would hide the heat here.
         """
         waiting = self.num_waiting_reqs + self.num_swapped_reqs + self.num_preempted_reqs
         free = max(0, self.max_running_seqs - self.num_running_seqs - waiting)
         return min(
             free / max(1, self.max_num_seqs),
             self.max_prefill_tokens / max(1, self.max_num_batched_tokens),
-            1 - self.cache_usage,
             self.thermal.headroom if self.thermal is not None else 1.0,
         )
 

@@ -193,7 +193,7 @@ ENGINE_METRICS: tuple[EngineMetric, ...] = (
         "gauge",
         "trencadis:headroom",
         "How much more work the engine can start, 0 to 1: the smallest share that is left of its "
-        "sequences, KV blocks, prompt tokens of a step, 5 degrees below the target, and power.",
+        "sequences, prompt tokens of a step, 5 degrees C below the target, and power budget.",
         lambda s: s.headroom,
     ),
     _of_device(
