@@ -305,6 +305,82 @@ def test_a_step_that_fails_as_a_whole_leaves_no_state_behind(
     assert list(tokens.values()) == expected
 
 
+def limit_steps(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that waits for ever fails."""
+    step, left = core.step, iter(range(150))
+
+    def limited() -> Any:
+        assert next(left, None) is not None, "no request ends any more"
+        return step()
+
+    monkeypatch.setattr(core, "step", limited)
+
+
+def test_a_second_call_of_one_llm_with_steps_in_flight_returns_the_same(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = prompts(6)
+    expected, llm = generated(hybrid, given, async_scheduling=True)
+    limit_steps(llm.core, monkeypatch)
+    for _ in range(2):
+        answers = llm.generate(given, PLAIN)
+        assert [list(each.completions[0].token_ids) for each in answers] == expected
+
+
+@pytest.mark.parametrize("family", ["Mamba 2", HYBRID])
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_call_after_an_interrupted_one_returns_the_same(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, is_ahead: bool
+) -> None:
+    given = prompts(6)
+    expected, llm = generated(checkpoint(family), given, async_scheduling=is_ahead)
+    core, count = llm.core, 0
+    limit_steps(core, monkeypatch)
+
+    def interrupt(step: Any, execute: Callable[[Any], Any]) -> Any:
+        nonlocal count
+        count += 1
+        started = execute(step)
+        if count == 4:
+            raise KeyboardInterrupt
+        return started
+
+    with monkeypatch.context() as patch:
+        own = core.executor.execute
+        patch.setattr(core.executor, "execute", partial(interrupt, execute=own))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(given, PLAIN)
+    assert core.stats.num_used_blocks == 0
+    answers = llm.generate(given, PLAIN)
+    assert [list(each.completions[0].token_ids) for each in answers] == expected
+
+
+def test_an_interrupted_call_lets_waiting_requests_of_others_be_served(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = prompts(4)
+    expected, llm = generated(hybrid, given, max_num_seqs=2)
+    core = llm.core
+    for number, prompt in enumerate(given):
+        core.add(f"{number}", GenerateRequest(tuple(prompt), PLAIN))
+    with monkeypatch.context() as patch:
+        patch.setattr(core.executor, "execute", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            core.step()
+    core.discard_step()
+    assert [failure.key for failure in core.take_failures()] == ["0", "1"]
+    limit_steps(core, monkeypatch)
+    tokens: dict[str, list[int]] = {"2": [], "3": []}
+    while core.has_work:
+        for token in core.step():
+            tokens[token.key].append(token.token_id)
+    assert list(tokens.values()) == expected[2:]
+
+
+def raise_interrupt(_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 def test_after_sleep_and_after_a_switch_states_begin_anew(
     hybrid: Path, checkpoint: Callable[[str], Path]
 ) -> None:

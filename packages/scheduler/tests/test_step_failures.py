@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness import Memory, Runner, next_token
 
-from trencadis.kvcache import BlockManager, CacheConfig
+from trencadis.kvcache import BlockManager, CacheConfig, StateSlots
 from trencadis.scheduler import (
     BeamSearch,
     Candidate,
@@ -48,12 +48,21 @@ class FaultyBlocks(BlockManager):
         return super().block_table(seq_id)
 
 
-def make(num_blocks: int = 65, **settings: Any) -> tuple[Runner, FaultyBlocks]:
+def make(
+    num_blocks: int = 65, state_slots: StateSlots | None = None, **settings: Any
+) -> tuple[Runner, FaultyBlocks]:
     blocks = FaultyBlocks(
-        CacheConfig(num_blocks=num_blocks, block_size=4, num_host_blocks=16, watermark=0.0)
+        CacheConfig(
+            num_blocks=num_blocks,
+            block_size=4,
+            num_host_blocks=16,
+            watermark=0.0,
+            enable_prefix_caching=state_slots is None,
+        )
     )
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 128}
-    scheduler = Scheduler(SchedulerConfig(**{**defaults, **settings}), blocks)
+    config = SchedulerConfig(**{**defaults, **settings})
+    scheduler = Scheduler(config, blocks, state_slots=state_slots)
     return Runner(scheduler, Memory(4)), blocks
 
 
@@ -155,6 +164,24 @@ def test_a_step_whose_forward_pass_failed_is_computed_again() -> None:
             assert ids[0] == ids[1]
     for group in groups:
         assert_complete(group)
+    assert blocks.pool.num_used_blocks == 0
+
+
+def test_a_step_that_may_have_advanced_states_ends_the_admitted_requests() -> None:
+    runner, blocks = make(state_slots=StateSlots(3), max_num_seqs=2)
+    for name in "ab":
+        runner.add(request(name))
+    waiting = runner.add(request("c"))
+    with pytest.raises(StepOrderError, match="no step is in flight"):
+        runner.scheduler.discard_step()
+    runner.scheduler.schedule()
+    with pytest.raises(StepOrderError, match="the states may have advanced: call abort_admitted"):
+        runner.scheduler.discard_step()
+    assert runner.scheduler.num_steps_in_flight == 1
+    assert runner.scheduler.abort_admitted() == ("a", "b")
+    assert runner.scheduler.num_steps_in_flight == 0
+    runner.run()
+    assert_complete(waiting)
     assert blocks.pool.num_used_blocks == 0
 
 

@@ -165,6 +165,11 @@ class Scheduler:
         return self._states.num_running_seqs
 
     @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that ``schedule()`` has decided and that have no results."""
+        return len(self._in_flight)
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens of prefill chunks that were scheduled since the scheduler was made."""
         return self._num_prefill_tokens
@@ -429,13 +434,13 @@ class Scheduler:
         these may have advanced, and tokens that are computed again would advance them twice.
         """
         self._require_decided("discard_step")
+        if not self._in_flight:
+            raise StepOrderError("no step is in flight: discard_step() follows schedule()")
         if self._group_blocks.state_slots is not None:
             raise StepOrderError(
                 "a step of a model with states cannot be computed again, because the states may "
                 "have advanced: call abort_admitted() instead of discard_step()"
             )
-        if not self._in_flight:
-            raise StepOrderError("no step is in flight: discard_step() follows schedule()")
         for output in self._in_flight[:-1]:
             self._results.take_back(output)
         self._in_flight.clear()

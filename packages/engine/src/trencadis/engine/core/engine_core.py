@@ -62,7 +62,6 @@ from trencadis.scheduler import (
     Scheduler,
     SchedulerOutput,
     SequenceStatus,
-    StepOrderError,
     StepTiming,
 )
 from trencadis.warmup import WarmupReport
@@ -590,9 +589,7 @@ class EngineCore:
         error.
         """
         self._in_flight.clear()
-        try:
-            self.scheduler.discard_step()
-        except StepOrderError:
+        if not self.scheduler.num_steps_in_flight:
             return  # the last step is complete
         interruption = InterruptedError("the step was interrupted")
         for request_id in self.scheduler.abort_admitted():
