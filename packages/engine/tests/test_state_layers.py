@@ -35,6 +35,7 @@ from .conftest import SESSION_DEVICE
 pytestmark = pytest.mark.skipif(SESSION_DEVICE is not None, reason="the CPU alone has states")
 
 FAMILIES = ("Falcon-H1", "Granite 4 (hybrid)", "Jamba", "LFM 2", "Mamba 2", "Qwen 3 Next")
+OTHER_FAMILIES = ("Bamba", "Mamba", "Nemotron-H", "OLMo hybrid", "Qwen 3.5 (text)")
 HYBRID = "Granite 4 (hybrid)"
 
 SMALL = {
@@ -476,6 +477,17 @@ def test_states_have_dtypes_of_their_own_whatever_is_rounded(
     _, llm = generated(checkpoint(family), prompts(4), dtype="bfloat16", **changes)
     cache = llm.core.executor.worker.cache.states  # type: ignore[attr-defined]
     assert {part.dtype for part in cache._parts.values()} == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize(
+    "family", sorted({*FAMILIES, *OTHER_FAMILIES} - {"Jamba", HYBRID, "Mamba 2"})
+)
+def test_every_family_is_served_in_bf16(checkpoint: Callable[[str], Path], family: str) -> None:
+    """Also where the model keeps some weights of its layers in fp32."""
+    answers, llm = generated(checkpoint(family), prompts(2), dtype="bfloat16")
+    assert [len(answer) for answer in answers] == [16, 16]
+    cache = llm.core.executor.worker.cache.states  # type: ignore[attr-defined]
+    assert torch.bfloat16 in {part.dtype for part in cache._parts.values()}
 
 
 @pytest.mark.parametrize("family", [HYBRID, "Mamba 2"])

@@ -221,7 +221,7 @@ def load_model(
         divided.keep(model)
         layers = divided.layers
     declare_layers(model, [layer.within(max_model_len) for layer in layers])
-    find_state_layers(model, layers)
+    find_state_layers(model, layers, dtype)
     pin_frequencies(model, max_model_len)
     use_real_rotary(model)
     angles = {} if device.type == "cpu" else angles_of(model, max_model_len)

@@ -78,17 +78,17 @@ class _Part:
 class StateLayers:
     """The layers of a model that keep a state. Made once: it replaces their ``forward``.
 
-    ``layers``: the specs of the model's layers, by their number. Raises `ModelError` for a model
-    that has no module that a spec names.
+    ``layers``: the specs of the model's layers, by their number. ``dtype``: that of the hidden
+    states. Raises `ModelError` for a model that has no module that a spec names.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[LayerSpec]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
         self._shapes = {i: layer.states for i, layer in enumerate(layers) if layer.states}
         self._cache: StateCache | None = None
         self._parts: list[_Part] = []
         self._kept: list[tuple[int, torch.Tensor, Mapping[StateKey, torch.Tensor]]] = []
         config: Any = model.config
-        width = config.get_text_config(decoder=True).hidden_size
+        hidden = torch.ones(1, 2, config.get_text_config(decoder=True).hidden_size, dtype=dtype)
         by_tokens: dict[str, bool] = {}
         found: set[int] = set()
         modules: Any = model.modules()
@@ -98,7 +98,7 @@ class StateLayers:
                 continue
             argument = cache_argument(module.forward) or CACHE_ARGUMENTS[0]
             if name not in by_tokens:
-                by_tokens[name] = _ignores_sums(module, argument, self._shapes[number], width)
+                by_tokens[name] = _ignores_sums(module, argument, self._shapes[number], hidden)
             of_layer = (number, module.forward, argument, by_tokens[name])
             module.forward = functools.partial(self._forward, *of_layer)
             found.add(number)
@@ -223,22 +223,19 @@ class LayerStates:
 
 
 @torch.inference_mode()
-def _ignores_sums(module: Any, argument: str, shapes: Sequence[StateShape], width: int) -> bool:
-    """Whether two tokens come out alike after sums of zeros and of ones.
-
-    ``width``: that of the hidden states.
-    """
+def _ignores_sums(
+    module: Any, argument: str, shapes: Sequence[StateShape], hidden: torch.Tensor
+) -> bool:
+    """Whether ``hidden``, states of tokens, come out alike after sums of zeros and of ones."""
     if not any(shape.key.kind == RECURRENT for shape in shapes):
         return False
-    weight = next(module.parameters())
-    hidden = weight.new_ones(1, 2, width)
     results = []
     for value in (0.0, 1.0):
         states = {
-            shape.key: weight.new_full(
+            shape.key: hidden.new_full(
                 (1, *shape.shape),
                 value if shape.key.kind == RECURRENT else 0.0,
-                dtype=shape.dtype or weight.dtype,
+                dtype=shape.dtype or hidden.dtype,
             )
             for shape in shapes
         }
@@ -253,10 +250,10 @@ def state_layers_of(model: nn.Module) -> StateLayers | None:
     return found
 
 
-def find_state_layers(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
+def find_state_layers(model: nn.Module, layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
     """Let a model have its `StateLayers`, where some of its layers keep a state."""
     if any(layer.states for layer in layers):
-        vars(model)[_ATTRIBUTE] = StateLayers(model, layers)
+        vars(model)[_ATTRIBUTE] = StateLayers(model, layers, dtype)
 
 
 _ATTRIBUTE = "trencadis_state_layers"
