@@ -29,6 +29,7 @@ from trencadis.engine import (
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices.cpu import CPUDevice
+from trencadis.engine.models.state_layers import StateLayers
 
 from .conftest import SESSION_DEVICE
 
@@ -426,6 +427,28 @@ def test_a_decode_of_many_sequences_is_one_call_of_each_layer(hybrid: Path) -> N
     calls.clear()
     core.step()
     assert calls == [32, 32]
+
+
+@pytest.mark.parametrize("family", [HYBRID, "LFM 2", "Mamba", "Qwen 3 Next"])
+def test_new_states_hold_no_more_memory_than_they_take(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """As views, they would keep the inputs of a whole chunk until the pass has ended."""
+    sizes: list[tuple[int, int]] = []
+    commit = StateLayers.commit
+
+    def measured(layers: StateLayers) -> None:
+        sizes.extend(
+            (state.untyped_storage().nbytes(), state.numel() * state.element_size())
+            for _, _, states in layers._kept
+            for state in states.values()
+        )
+        commit(layers)
+
+    monkeypatch.setattr(StateLayers, "commit", measured)
+    generated(checkpoint(family), prompts(2), max_num_batched_tokens=128)
+    assert sizes
+    assert all(held == taken for held, taken in sizes)
 
 
 def test_prefixes_are_not_cached_and_a_line_says_so(

@@ -157,7 +157,8 @@ class StateLayers:
                 steps = torch.split(part.tokens, 1, dim=1)
             for tokens in steps:
                 result[0, tokens] = own(hidden_states[0, tokens], **given)
-            self._kept.append((layer, part.slots, states.states))
+            kept = {key: _alone(state) for key, state in states.states.items()}
+            self._kept.append((layer, part.slots, kept))
         return result
 
     def _read(self, layer: int, shape: StateShape, part: _Part) -> torch.Tensor:
@@ -220,6 +221,12 @@ class LayerStates:
         key = StateKey(RECURRENT, state_idx)
         self.states[key] = recurrent_states.to(self.states[key].dtype)
         return self.states[key]
+
+
+def _alone(state: torch.Tensor) -> torch.Tensor:
+    """A state, copied where it is a part of a larger tensor: this one is freed with the layer."""
+    is_part = state.untyped_storage().nbytes() > state.numel() * state.element_size()
+    return state.clone(memory_format=torch.contiguous_format) if is_part else state
 
 
 @torch.inference_mode()
