@@ -94,7 +94,7 @@ class Memory:
             Direction.OUT: (self.states, self.host_states),
             Direction.IN: (self.host_states, self.states),
         }
-        for direction, copies in output.state_moves:
+        for direction, copies in output.state_moves or ():
             of_source, of_target = states[direction]
             found = [of_source[copy.src] for copy in copies]
             of_target.update(zip((copy.dst for copy in copies), found, strict=True))

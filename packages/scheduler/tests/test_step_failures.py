@@ -174,7 +174,7 @@ def test_a_step_that_may_have_advanced_states_ends_the_admitted_requests() -> No
     waiting = runner.add(request("c"))
     with pytest.raises(StepOrderError, match="no step is in flight"):
         runner.scheduler.discard_step()
-    runner.scheduler.schedule()
+    assert runner.scheduler.schedule().state_moves is not None
     with pytest.raises(StepOrderError, match="the states may have advanced: call abort_admitted"):
         runner.scheduler.discard_step()
     assert runner.scheduler.num_steps_in_flight == 1
@@ -183,6 +183,12 @@ def test_a_step_that_may_have_advanced_states_ends_the_admitted_requests() -> No
     runner.run()
     assert_complete(waiting)
     assert blocks.pool.num_used_blocks == 0
+
+
+def test_a_model_without_states_has_no_plan_of_copies_for_them() -> None:
+    runner, _ = make()
+    runner.add(request("a"))
+    assert runner.step()[0].state_moves is None
 
 
 def test_after_failed_moves_every_admitted_request_ends_and_waiting_ones_are_served() -> None:

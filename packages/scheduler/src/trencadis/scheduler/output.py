@@ -80,7 +80,7 @@ class SchedulerOutput:
     - ``failed``: requests that were aborted because of an internal error; tell their clients.
     - ``branches``: whether its results decide which sequences there are in the next step (beams,
       samples that fork), so that it cannot be scheduled before them.
-    - ``state_moves``: copies between slots of states, as ``moves``.
+    - ``state_moves``: copies between slots of states, as ``moves``; None for a model without.
     """
 
     step: int
@@ -92,7 +92,7 @@ class SchedulerOutput:
     failed: tuple[FailedRequest, ...] = ()
     max_prefill_tokens: int = 0
     branches: bool = False
-    state_moves: CopyPlan = attrs.field(factory=CopyPlan, eq=False)
+    state_moves: CopyPlan | None = attrs.field(default=None, eq=False)
 
     @property
     def is_empty(self) -> bool:
@@ -208,7 +208,7 @@ class SchedulingStep:
     def _longest_chunk(self, num_tokens: int) -> int:
         return min(num_tokens, self.max_chunk_tokens or num_tokens)
 
-    def to_output(self, moves: CopyPlan, state_moves: CopyPlan) -> SchedulerOutput:
+    def to_output(self, moves: CopyPlan, state_moves: CopyPlan | None) -> SchedulerOutput:
         return SchedulerOutput(
             self.number,
             tuple(self.prompts),

@@ -391,9 +391,9 @@ class Scheduler:
         if not self._states.num_started_seqs:
             self._enforcement.warn_if_stalled()
         self._num_prefill_tokens += sum(len(chunk.token_ids) for chunk in step.prompts)
-        output = step.to_output(
-            self._group_blocks.take_moves(), self._group_blocks.take_state_moves()
-        )
+        blocks = self._group_blocks
+        state_moves = None if blocks.state_slots is None else blocks.take_state_moves()
+        output = step.to_output(blocks.take_moves(), state_moves)
         self._in_flight.append(output)
         if self._tiers is not None:
             self._tiers.end_scheduling()

@@ -570,7 +570,7 @@ class EngineCore:
 
     def _count_swaps(self, output: SchedulerOutput, timing: StepTiming | None) -> None:
         facts = self.facts
-        for direction, copies in output.state_moves:
+        for direction, copies in output.state_moves or ():
             if direction in self._swapped_bytes:
                 self._swapped_bytes[direction] += len(copies) * facts.state_bytes
         for direction, copies in output.moves:

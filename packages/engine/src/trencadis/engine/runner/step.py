@@ -147,7 +147,7 @@ class StepInput:
     ``targets``: the prompt tokens to score, by sequence id. Block tables and histories are the
     core's own, and valid until the core applies the step's result. ``adapter_slots``: the slot of
     each adapter that a scheduled sequence has, by digest; the executor copies it there first.
-    ``state_moves``: copies between slots of states, before the forward passes.
+    ``state_moves``: copies between slots of states, before the forward passes; None without states.
     """
 
     number: int
@@ -157,7 +157,7 @@ class StepInput:
     rows: Mapping[int, RowRequest]
     targets: Mapping[int, PromptTargets] = attrs.field(factory=dict)
     adapter_slots: Mapping[str, int] = attrs.field(factory=dict)
-    state_moves: CopyPlan = attrs.field(factory=CopyPlan)
+    state_moves: CopyPlan | None = None
 
 
 @attrs.frozen(eq=False, kw_only=True)
