@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices.cpu import CPUDevice
 from trencadis.engine.models.state_layers import StateLayers
+from trencadis.engine.runner import host_swap, model_runner
+from trencadis.engine.runner.block_moves import copy_blocks
+from trencadis.kvcache import Direction
 
 from .conftest import SESSION_DEVICE
 
@@ -449,6 +453,40 @@ def test_new_states_hold_no_more_memory_than_they_take(
     generated(checkpoint(family), prompts(2), max_num_batched_tokens=128)
     assert sizes
     assert all(held == taken for held, taken in sizes)
+
+
+def test_the_seconds_of_swaps_are_those_of_states_too(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uncounted(*given: Any) -> dict[Direction, float]:
+        copy_blocks(*given)
+        return {}
+
+    monkeypatch.setattr(model_runner, "copy_blocks", uncounted)
+    timings = []
+    count_swaps = EngineCore._count_swaps
+
+    def noted(core: EngineCore, output: Any, timing: Any) -> None:
+        timings.append((output.state_moves, timing))
+        count_swaps(core, output, timing)
+
+    monkeypatch.setattr(EngineCore, "_count_swaps", noted)
+    _, llm = generated(hybrid, prompts(8), **SWAPPED)
+    assert llm.core.stats.swap_seconds > 0
+    for moves, timing in timings:
+        directions = {direction for direction, _ in moves}
+        assert (Direction.OUT in directions) == bool(timing and timing.swap_out_s)
+        assert (Direction.IN in directions) == bool(timing and timing.swap_in_s)
+
+
+def test_swapped_states_that_the_host_has_no_memory_for_are_rejected(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(total=1 << 20))
+    monkeypatch.setattr(host_swap, "psutil", host)
+    make_core(hybrid, max_num_seqs=99)
+    with pytest.raises(ConfigError, match="states of max_num_seqs 99 swapped sequences take"):
+        make_core(hybrid, max_num_seqs=99, num_host_blocks=1)
 
 
 def test_prefixes_are_not_cached_and_a_line_says_so(

@@ -7,7 +7,7 @@ were warmed up where the device compiles each size.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trencadis.engine.devices import Device
 from trencadis.kvcache import (
@@ -20,6 +20,7 @@ from trencadis.kvcache import (
     split_to_plan_sizes,
     warm_up_defragmenter,
 )
+from trencadis.kvcache.state_cache import StateCache
 from trencadis.kvcache.tensors import KVCache
 
 
@@ -38,6 +39,21 @@ def copy_blocks(moves: CopyPlan, cache: KVCache, device: Device) -> dict[Directi
             elapsed = time.perf_counter() - began
             seconds[direction] = seconds.get(direction, 0.0) + elapsed
     cache.wait()
+    return seconds
+
+
+def copy_states(
+    moves: CopyPlan, states: StateCache, device: Device, swap_s: Mapping[Direction, float]
+) -> dict[Direction, float]:
+    """Carry out the copies of states; returns ``swap_s`` with their seconds added."""
+    seconds = dict(swap_s)
+    for direction, copies in moves:
+        began = time.perf_counter()
+        states.carry_out([(direction, copies)])
+        if direction is not Direction.WITHIN:
+            device.synchronize()
+            elapsed = time.perf_counter() - began
+            seconds[direction] = seconds.get(direction, 0.0) + elapsed
     return seconds
 
 

@@ -10,6 +10,7 @@ from trencadis.engine.runner.limits import check_memory
 from trencadis.engine.settings.capacity_settings import DEFAULT_SWAP_SPACE
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache import BandwidthGovernor, KVCacheError
+from trencadis.warmup import format_bytes
 
 _STAGING_BYTES = 1 << 30
 _MIN_STAGING_BLOCKS = 4
@@ -33,6 +34,16 @@ def num_host_blocks(
     host_bytes = psutil.virtual_memory().total
     if config.num_host_blocks is not None:
         check_memory("num_host_blocks", config.num_host_blocks, block_bytes, host_bytes)
+        num_bytes = config.num_host_blocks * block_bytes
+        of_states = config.max_num_seqs * state_bytes if num_bytes else 0
+        if num_bytes + of_states > host_bytes:
+            raise ConfigError(
+                f"the states of max_num_seqs {config.max_num_seqs} swapped sequences take "
+                f"{format_bytes(of_states)} of host memory, num_host_blocks "
+                f"{format_bytes(num_bytes)}, and the host has {format_bytes(host_bytes)}: lower "
+                "max_num_seqs",
+                "max_num_seqs",
+            )
         return config.num_host_blocks
     gib = config.swap_space
     if gib is None:

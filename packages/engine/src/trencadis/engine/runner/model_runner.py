@@ -21,7 +21,7 @@ from trencadis.engine.devices import Device, PendingCopy
 from trencadis.engine.errors import BucketMiss, ModelError
 from trencadis.engine.runner.adapter_store import AdapterStore
 from trencadis.engine.runner.batch_builder import Batch, BatchBuilder, Rows, Scheduled
-from trencadis.engine.runner.block_moves import copy_blocks
+from trencadis.engine.runner.block_moves import copy_blocks, copy_states
 from trencadis.engine.runner.bucket_choice import BucketChoice
 from trencadis.engine.runner.forward_runner import ForwardOutput, ForwardRunner
 from trencadis.engine.runner.grids import Grids
@@ -209,7 +209,8 @@ class ModelRunner:
             with self.forward_runner.count_compilations("block copy"):
                 pending.swap_s = copy_blocks(step.moves, self._cache, self._device)
         if step.state_moves and self._cache.states is not None:
-            self._cache.states.carry_out(step.state_moves)
+            states = self._cache.states
+            pending.swap_s = copy_states(step.state_moves, states, self._device, pending.swap_s)
         if step.adapter_slots and self._adapters is not None:
             self._adapters.place(step.adapter_slots)
         if step.decodes or step.prompts:
