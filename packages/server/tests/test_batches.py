@@ -18,10 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_process import ServerProcess, save_tiny_model
+from stand_in_engine import StandInEngine
 from switching_engine import SwitchingStandIn
 
-from trencadis.engine import ConfigError
+from trencadis.engine import ConfigError, EngineRestarting
 from trencadis.server import ServerSettings, create_app
+from trencadis.server import app as app_module
 from trencadis.server.batches import batch_line, batch_runner, file_store
 from trencadis.server.batches.file_store import AnswerFiles
 from trencadis.server.errors import ApiError
@@ -576,6 +578,108 @@ async def test_lines_wait_for_a_model_that_is_switched_away(tmp_path, served, so
         await engine.switch_model(other)
         batch = await ended(client, batch.id)
         assert (batch.status, batch.request_counts.completed) == ("completed", 2)
+
+
+class PoisonedEngine(StandInEngine):
+    """Its core ends with each request that has the word poison, and all that run are lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deaths: list[int] = []
+        """How many requests ran at each death."""
+        self.num_refused = 0
+        self.restarts = True
+        self._num_running = 0
+        self._death = asyncio.Event()
+
+    async def generate(self, request):
+        if self.num_refused > 0:
+            self.num_refused -= 1
+            raise EngineRestarting("the core is being restarted", is_refusal=True)
+        death = self._death
+        self._num_running += 1
+        try:
+            if b"poison" in bytes(self.tokenizer.decode(request.prompt_token_ids), "utf-8"):
+                await asyncio.sleep(0.05)
+                self.deaths.append(self._num_running)
+                self.num_refused = 20 if self.restarts else 10**9
+                self._death = asyncio.Event()
+                death.set()
+                raise EngineRestarting("the core ended")
+            async for delta in super().generate(request):
+                if death.is_set():
+                    raise EngineRestarting("the core ended")
+                yield delta
+        finally:
+            self._num_running -= 1
+
+
+@pytest.fixture
+def poisoned(monkeypatch, served, tmp_path):
+    """``engine, start``: ``async with start() as client`` of a server that soon tries again."""
+    engine = PoisonedEngine()
+    engine.delay = 0.01
+
+    def runner(store: Any, **fields: Any):
+        return batch_runner.BatchRunner(store, **(fields | {"retry_after": 0.01}))
+
+    @asynccontextmanager
+    async def start():
+        app = create_app(engine, ServerSettings(batch_directory=str(tmp_path)))
+        async with served(app) as url, client_of(url) as client:
+            yield client
+
+    monkeypatch.setattr(app_module, "BatchRunner", runner)
+    return engine, start
+
+
+POISON = line(7, messages=[{"role": "user", "content": "poison"}])
+
+
+@pytest.mark.asyncio
+async def test_a_line_with_which_the_core_ends_is_sent_alone_and_then_given_up(poisoned):
+    engine, start = poisoned
+    async with start() as client:
+        lines = [POISON if n == 7 else line(n) for n in range(20)]
+        batch = await ended(client, (await created(client, jsonl(*lines))).id)
+        counts = batch.request_counts
+        assert (batch.status, counts.completed, counts.failed) == ("completed", 19, 1)
+        (failure,) = await lines_of(client, batch.error_file_id)
+        assert (failure["custom_id"], failure["error"]["code"]) == ("r7", "engine_error")
+        assert failure["response"] is None
+        assert engine.deaths[0] > 1
+        assert engine.deaths[1:] == [1, 1]
+
+
+@pytest.mark.asyncio
+async def test_deaths_of_the_core_are_counted_across_restarts_of_the_server(poisoned, soon):
+    engine, start = poisoned
+    engine.restarts = False
+    batch_id = ""
+    for count in (1, 2, 3):
+        engine.num_refused = 0
+        async with start() as client:
+            batch_id = batch_id or (await created(client, jsonl(POISON))).id
+            await soon(lambda count=count: len(engine.deaths) == count)
+    async with start() as client:
+        batch = await ended(client, batch_id)
+        (failure,) = await lines_of(client, batch.error_file_id)
+        assert failure["error"]["code"] == "engine_error"
+    assert len(engine.deaths) == 3
+
+
+@pytest.mark.asyncio
+async def test_an_overloaded_engine_is_no_death(poisoned, soon):
+    engine, start = poisoned
+    engine.num_refused = 30
+    async with start() as client:
+        batch = await created(client, jsonl(line(1)))
+        await soon(lambda: engine.num_refused < 20)
+        engine.overloaded = True
+        await soon(lambda: engine.num_refused == 0)
+        await asyncio.sleep(0.1)
+        engine.overloaded = False
+        assert (await ended(client, batch.id)).request_counts.completed == 1
 
 
 def test_a_directory_that_cannot_be_used_is_named(engine, tmp_path):

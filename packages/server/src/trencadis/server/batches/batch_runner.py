@@ -32,6 +32,7 @@ from trencadis.server.batches.batch_line import (
 from trencadis.server.batches.file_store import AnswerFiles, BatchStore, StoredBatch
 from trencadis.server.errors import as_api_error
 from trencadis.server.http.api_keys import accept_name
+from trencadis.server.http.error_handlers import was_lost
 
 logger = logging.getLogger("trencadis.server")
 
@@ -45,6 +46,9 @@ MAX_CUSTOM_ID = 512
 
 MAX_ERRORS = 100
 """Most errors that are listed of one file."""
+
+MAX_DEATHS = 3
+"""So often the engine core may end while it answers a line, until the line is not sent again."""
 
 LOWEST_PRIORITY = 2**63 - 1
 
@@ -134,6 +138,7 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, _Stop] = {}
         self._num_sent = 0
+        self._num_suspects = 0
         self._freed = asyncio.Event()
         self._has_priorities = True
 
@@ -163,6 +168,9 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for stored in self.store.unfinished:
+            if stored.deaths:  # the last of them may not be on disk
+                await _failure(partial(self.store.save_batch, stored.batch.id))
         self.store.close()
 
     def _forget(self, batch_id: str) -> None:
@@ -265,8 +273,9 @@ class BatchRunner:
 
         async def answer(line: BatchLine) -> None:
             try:
-                result = await self._answered(stored.owner, line)
-                is_output = result["response"]["status_code"] == 200
+                result = await self._answered(batch_id, line)
+                response = result["response"]
+                is_output = response is not None and response["status_code"] == 200
                 append = partial(files.append, [result], is_output=is_output)
                 await self._persist(lambda: asyncio.to_thread(append))
                 done[line.custom_id] = is_output
@@ -303,33 +312,64 @@ class BatchRunner:
                     if request.custom_id not in done:
                         yield request
 
-    async def _answered(self, owner: str, line: BatchLine) -> dict[str, Any]:
+    async def _answered(self, batch_id: str, line: BatchLine) -> dict[str, Any]:
         while True:
+            if self._num_deaths(batch_id, line) >= MAX_DEATHS:
+                message = f"the engine core ended {MAX_DEATHS} times while it answered the request"
+                return failure_of(line.custom_id, "engine_error", message)
             if not self._is_held(line.body):
-                await self._place()
-                try:
-                    status, body = await self._post(owner, line)
-                finally:
-                    self._num_sent -= 1
-                    self._freed.set()
+                status, body, is_lost = await self._sent(batch_id, line)
+                if is_lost:
+                    self.store.count_death(batch_id, line.custom_id)
+                    await self._persist(partial(self.store.save_batch, batch_id))
                 is_late = status == 503 and error_code(body) != "bucket_miss"
                 if not is_late and not (status == 404 and self._is_held(line.body)):
                     return answer_of(line, status, body)
             await asyncio.sleep(self._retry_after)
 
-    async def _place(self) -> None:
+    def _num_deaths(self, batch_id: str, line: BatchLine) -> int:
+        return self.store.batches[batch_id].deaths.get(line.custom_id, 0)
+
+    async def _sent(self, batch_id: str, line: BatchLine) -> tuple[int, dict[str, Any], bool]:
+        """As `_post`. A line with which the core has ended is sent while no other line is.
+
+        If it is the cause, the others do not end with it again.
+        """
+        is_suspect = self._num_deaths(batch_id, line) > 0
+        self._num_suspects += is_suspect
+        try:
+            await self._place(is_suspect=is_suspect)
+            try:
+                return await self._post(self.store.batches[batch_id].owner, line)
+            finally:
+                self._num_sent -= 1
+        finally:
+            self._num_suspects -= is_suspect
+            self._freed.set()
+
+    def _has_place(self, *, is_suspect: bool) -> bool:
+        if is_suspect:
+            return self._num_sent == 0
+        return self._num_suspects == 0 and self._num_sent < self._most_lines(self._num_sent)
+
+    async def _place(self, *, is_suspect: bool) -> None:
         """Wait until one more request may be sent."""
-        while self._num_sent >= self._most_lines(self._num_sent):
+        while not self._has_place(is_suspect=is_suspect):
             self._freed.clear()
             with suppress(asyncio.TimeoutError):  # requests of clients may have ended
                 await asyncio.wait_for(self._freed.wait(), 1.0)
         self._num_sent += 1
 
-    async def _post(self, owner: str, line: BatchLine) -> tuple[int, dict[str, Any]]:
+    async def _post(self, owner: str, line: BatchLine) -> tuple[int, dict[str, Any], bool]:
+        """The status and body of the answer, and whether the engine core ended meanwhile."""
         if self._app is None:
             raise RuntimeError("the runner has not started")
 
+        sent: Scope = {}
+
         def of_client(scope: Scope) -> None:
+            nonlocal sent
+            sent = scope
             if name := self._name_of(owner):
                 accept_name(scope, name)
             # The salt of cached prefixes follows from the key, which is not stored.
@@ -342,10 +382,11 @@ class BatchRunner:
             status, answer = await post(self._app, lowest, of_client)
             error = answer.get("error")
             if status != 400 or not isinstance(error, dict) or error.get("param") != "priority":
-                return status, answer
+                return status, answer, was_lost(sent)
             self._has_priorities = False
         body = {name: value for name, value in body.items() if name != "priority"}
-        return await post(self._app, BatchLine(line.custom_id, line.url, body), of_client)
+        status, answer = await post(self._app, BatchLine(line.custom_id, line.url, body), of_client)
+        return status, answer, was_lost(sent)
 
     async def _write_expired(
         self, stored: StoredBatch, files: AnswerFiles, done: dict[str, bool]

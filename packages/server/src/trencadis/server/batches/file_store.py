@@ -66,13 +66,15 @@ class StoredFile:
 class StoredBatch:
     """A batch of ``owner``. ``output_id`` and ``error_id`` are the files that it writes.
 
-    The batch names them once they are complete.
+    The batch names them once they are complete. ``deaths``: how often the engine core ended while
+    it answered the line with this custom id.
     """
 
     owner: str
     batch: Batch
     output_id: str
     error_id: str
+    deaths: dict[str, int] = attrs.field(factory=dict)
 
     @property
     def is_unfinished(self) -> bool:
@@ -204,8 +206,8 @@ class BatchStore:
         limit = MAX_UNFINISHED // 4 if owner else MAX_UNFINISHED
         if len(unfinished) >= MAX_UNFINISHED or of_owner >= limit:
             raise _too_many(f"{of_owner} batches have not ended: wait until one has")
-        ids = [f"file-{uuid.uuid4().hex}" for _ in range(2)]
-        stored = StoredBatch(owner, batch, *ids)
+        output_id, error_id = (f"file-{uuid.uuid4().hex}" for _ in range(2))
+        stored = StoredBatch(owner, batch, output_id, error_id)
         self.batches[batch.id] = stored
         try:
             await self.save_batch(batch.id)
@@ -222,6 +224,12 @@ class BatchStore:
         self.batches[batch_id] = changed
         return changed
 
+    def count_death(self, batch_id: str, custom_id: str) -> None:
+        """Note in memory that the engine core ended with a line; `save_batch` writes it."""
+        stored = self.batches[batch_id]
+        deaths = stored.deaths | {custom_id: stored.deaths.get(custom_id, 0) + 1}
+        self.batches[batch_id] = attrs.evolve(stored, deaths=deaths)
+
     async def save_batch(self, batch_id: str) -> None:
         """Write the record of a batch."""
         stored = self.batches[batch_id]
@@ -230,6 +238,7 @@ class BatchStore:
             "batch": stored.batch.model_dump(mode="json"),
             "output_id": stored.output_id,
             "error_id": stored.error_id,
+            "deaths": stored.deaths,
         }
         await self._write(batch_id, record, lambda: self.batches[batch_id] is stored)
 

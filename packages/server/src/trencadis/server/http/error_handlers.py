@@ -10,10 +10,18 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
-from trencadis.engine import EngineError, InvalidRequest
+from trencadis.engine import EngineDead, EngineError, InvalidRequest
 from trencadis.server.errors import ApiError, ClientDisconnectedError, as_api_error
 from trencadis.server.http.error_response import ErrorResponse
+
+_SCOPE_LOST = "trencadis.lost_with_core"
+
+
+def was_lost(scope: Scope) -> bool:
+    """Whether the engine core ended while it had the request, which may be the cause."""
+    return bool(scope.get(_SCOPE_LOST))
 
 
 def install_error_handlers(
@@ -31,6 +39,8 @@ def install_error_handlers(
         elif isinstance(error, RequestValidationError):
             api_error = _invalid_body(error.errors())
         else:
+            if isinstance(error, EngineDead) and not error.is_refusal:
+                request.scope[_SCOPE_LOST] = True
             api_error = as_api_error(error, retry_after)
             if api_error.code == "engine_overloaded":
                 count_rejected()
