@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -541,6 +542,18 @@ async def test_a_key_has_bounds_of_files_and_batches(batching, engine, monkeypat
         monkeypatch.setattr(file_store, "MAX_FILES", 20)
         with pytest.raises(openai.RateLimitError, match="at most 10 are kept"):
             await created(client, jsonl(line(1)))
+        batch_of_file = partial(
+            client.batches.create,
+            input_file_id=batch.input_file_id,
+            endpoint=CHAT,
+            completion_window="24h",
+        )
+        with pytest.raises(openai.RateLimitError, match="at most 10 are kept"):
+            await batch_of_file()
+        monkeypatch.setattr(file_store, "MAX_FILES", 1)
+        with pytest.raises(openai.RateLimitError, match="the most that there may be"):
+            await batch_of_file()
+        assert [each.id async for each in client.batches.list()] == [batch.id]
 
 
 @pytest.mark.asyncio
@@ -680,6 +693,28 @@ async def test_an_overloaded_engine_is_no_death(poisoned, soon):
         await asyncio.sleep(0.1)
         engine.overloaded = False
         assert (await ended(client, batch.id)).request_counts.completed == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("record", ["null", "[]", '"a"', '{"batch": null}', "{"])
+async def test_a_record_that_cannot_be_read_is_left_alone_with_its_answers(
+    batching, tmp_path, caplog, record
+):
+    async with batching() as client:
+        file = await client.files.create(file=("a", jsonl(line(1))), purpose="batch")
+    directory = tmp_path / "b"
+    broken = [directory / f"{kind}{'0' * 32}.json" for kind in ("batch_", "file-")]
+    for path in broken:
+        path.write_text(record)
+    answers = directory / f"file-{'1' * 32}.jsonl"
+    answers.write_text("{}\n")
+    async with batching() as client:
+        assert [each.id for each in (await client.files.list()).data] == [file.id]
+        assert (await client.batches.list()).data == []
+    assert answers.exists()
+    for path in broken:
+        assert path.read_text() == record
+        assert f"The record {path} cannot be read" in caplog.text
 
 
 def test_a_directory_that_cannot_be_used_is_named(engine, tmp_path):

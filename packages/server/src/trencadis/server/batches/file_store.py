@@ -37,7 +37,7 @@ MAX_FILES = 1000
 """Most files of an API key."""
 
 MAX_KEY_BYTES = 4 << 30
-"""Bytes of the files of an API key from which on it uploads no more."""
+"""Bytes of the files of an API key from which on it uploads no more and begins no batch."""
 
 MAX_UPLOADS = 8
 """Most files that arrive at once; half of it for one API key."""
@@ -96,6 +96,7 @@ class BatchStore:
         self._uploads: Counter[str] = Counter()
         self.files: dict[str, StoredFile] = {}
         self.batches: dict[str, StoredBatch] = {}
+        self._has_unreadable = False
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -151,18 +152,8 @@ class BatchStore:
 
         Raises 429 beyond what a key may have, 503 where too many files arrive.
         """
-        owned = [stored.file for stored in self.files.values() if stored.owner == owner]
-        num_bytes = sum(file.bytes for file in owned)
+        self._check_space(owner)
         arriving = self._uploads[owner]
-        if len(owned) + arriving >= MAX_FILES:
-            raise _too_many(
-                f"there are {len(owned)} files, the most that there may be: delete some"
-            )
-        if num_bytes + arriving * MAX_FILE_BYTES >= MAX_KEY_BYTES:
-            raise _too_many(
-                f"the files have {num_bytes} bytes, and at most {MAX_KEY_BYTES} are kept: delete "
-                "some"
-            )
         limit = MAX_UPLOADS // 2 if owner else MAX_UPLOADS
         if self._uploads.total() >= MAX_UPLOADS or arriving >= limit:
             message = "too many files are being sent: try again later"
@@ -177,6 +168,21 @@ class BatchStore:
                 del self._uploads[owner]
             if file_id not in self.files:
                 self.path(file_id).unlink(missing_ok=True)
+
+    def _check_space(self, owner: str) -> None:
+        """Raise 429 where no further file of this owner may be kept."""
+        owned = [stored.file for stored in self.files.values() if stored.owner == owner]
+        num_bytes = sum(file.bytes for file in owned)
+        arriving = self._uploads[owner]
+        if len(owned) + arriving >= MAX_FILES:
+            raise _too_many(
+                f"there are {len(owned)} files, the most that there may be: delete some"
+            )
+        if num_bytes + arriving * MAX_FILE_BYTES >= MAX_KEY_BYTES:
+            raise _too_many(
+                f"the files have {num_bytes} bytes, and at most {MAX_KEY_BYTES} are kept: delete "
+                "some"
+            )
 
     async def keep_file(self, owner: str, file: FileObject) -> None:
         """Store the record of a file whose content is on disk."""
@@ -200,12 +206,13 @@ class BatchStore:
         await asyncio.to_thread(self._unlink, file_id)
 
     async def add_batch(self, owner: str, batch: Batch) -> StoredBatch:
-        """Store a new batch. Raises 429 where too many have not ended."""
+        """Store a new batch. Raises 429 where too many have not ended, or for too many files."""
         unfinished = self.unfinished
         of_owner = sum(stored.owner == owner for stored in unfinished)
         limit = MAX_UNFINISHED // 4 if owner else MAX_UNFINISHED
         if len(unfinished) >= MAX_UNFINISHED or of_owner >= limit:
             raise _too_many(f"{of_owner} batches have not ended: wait until one has")
+        self._check_space(owner)
         output_id, error_id = (f"file-{uuid.uuid4().hex}" for _ in range(2))
         stored = StoredBatch(owner, batch, output_id, error_id)
         self.batches[batch.id] = stored
@@ -294,6 +301,8 @@ class BatchStore:
                 continue
             try:
                 record = json.loads(path.read_bytes())
+                if not isinstance(record, dict):
+                    raise TypeError("it is not a JSON object")
                 if path.stem.startswith("file-"):
                     file = FileObject.model_validate(record["file"])
                     files.append(StoredFile(record["owner"], file))
@@ -301,6 +310,7 @@ class BatchStore:
                     batch = Batch.model_validate(record.pop("batch"))
                     batches.append(StoredBatch(batch=batch, **record))
             except (ValueError, KeyError, TypeError) as error:
+                self._has_unreadable |= path.stem.startswith("batch_")
                 logger.warning("The record %s cannot be read, and is left alone: %s", path, error)
         for stored in sorted(files, key=lambda each: (each.file.created_at, each.file.id)):
             if self.path(stored.file.id).exists():
@@ -315,6 +325,8 @@ class BatchStore:
         for path in self._directory.glob("*.tmp"):
             if _ID.fullmatch(path.stem):
                 path.unlink()
+        if self._has_unreadable:
+            return  # which files a batch writes is in its record alone
         for path in self._directory.glob("*.jsonl"):
             has_record = path.with_suffix(".json").exists() or path.stem in kept
             if _ID.fullmatch(path.stem) and not has_record:
