@@ -12,6 +12,7 @@ import pytest
 from request_mix import GREEDY, SMALL, WAYS, prompts, serve
 
 from trencadis.engine import (
+    LLM,
     BatchControl,
     EngineConfig,
     EngineCore,
@@ -238,3 +239,19 @@ def test_sleep_drops_the_steps_in_flight(make: Make) -> None:
     assert not core.has_work
     switcher.wake_up()
     assert tokens(serve(core, [GREEDY], 2)) == tokens(whole)
+
+
+def test_a_call_of_llm_leaves_the_prefix_cache_and_the_requests_of_others(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **SMALL, async_scheduling=True)
+    params, prompt = SamplingParams(**GREEDY), list(range(40))
+    first = llm.generate([prompt], params)[0].completions[0].token_ids
+    assert llm.generate([prompt], params)[0].completions[0].token_ids == first
+    assert llm.core.stats.num_prefix_hit_tokens > 0
+    longer = SamplingParams(**GREEDY | {"max_tokens": 60})
+    llm.core.add("other", GenerateRequest(tuple(prompt), longer))
+    llm.generate([prompt], params)
+    assert not llm.core.take_failures()
+    count = 0
+    while llm.core.has_work:
+        count += len(llm.core.step())
+    assert count > 40, "the other request goes on"

@@ -582,6 +582,19 @@ class EngineCore:
         if timing is not None:
             self._swap_seconds += (timing.swap_out_s or 0.0) + (timing.swap_in_s or 0.0)
 
+    def finish_steps(self) -> list[NewToken]:
+        """Wait for the steps in flight, without starting others; returns their tokens.
+
+        Errors are those of `step`.
+        """
+        tokens: list[NewToken] = []
+        try:
+            while self._in_flight:
+                tokens += self._finish_oldest()
+        except Exception as error:
+            self._recover(error)
+        return tokens
+
     def discard_step(self) -> None:
         """Drop the steps that were interrupted before they were complete, as by Ctrl-C, if any.
 

@@ -316,6 +316,7 @@ class LLM:
                         self._start(waiting.popleft(), running)
                     self._advance(running)
                     raise_interrupt()
+                self.core.finish_steps()
             finally:
                 for key in running:
                     self.core.abort(key)
