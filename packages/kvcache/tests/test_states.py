@@ -6,9 +6,10 @@ import copy
 import random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
 
 from trencadis.kvcache import (
     PADDING_SLOT,
