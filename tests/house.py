@@ -318,7 +318,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"bench_plot", "terminal"},
         {"bench"},
     ],
-    "server.batches": [{"batch_line", "file_store"}, {"batch_runner"}],
+    "server.batches": [{"at_once", "batch_line", "file_store"}, {"batch_runner"}],
     "server.api": [
         {
             "attrs_fields",

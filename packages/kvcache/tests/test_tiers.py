@@ -36,6 +36,7 @@ from trencadis.kvcache import (
 )
 from trencadis.kvcache.copy_plan import Copies
 from trencadis.kvcache.disk_tier import DIRECTORY
+from trencadis.kvcache.lru_bytes import LruBytes
 
 SIZE = 256
 HEADER = 64
@@ -139,6 +140,22 @@ class DiskMachine(TierMachine):
     @invariant()
     def disk_has_what_is_kept(self) -> None:
         assert {file.stem for file in files_of(self.path)} == {key.hex() for key in self.kept}
+
+
+def test_what_was_used_last_stays() -> None:
+    lru = LruBytes(3)
+    for key in (b"a", b"b", b"c"):
+        assert lru.add(key, 1) == []
+    assert lru.touch(b"a")
+    assert not lru.touch(b"d")
+    assert lru.add(b"d", 2) == [b"b", b"c"]
+    assert (lru.num_bytes, len(lru)) == (3, 2)
+    assert [lru.num_leading(keys) for keys in ([b"a", b"d", b"b"], [b"b", b"a"], [])] == [2, 0, 0]
+    assert lru.add(b"e", 4) is None
+    assert lru.add(b"a", 1) is None
+    assert lru.remove(b"a")
+    assert not lru.remove(b"a")
+    assert lru.num_bytes == 2
 
 
 def test_a_host_tier_keeps_what_was_used_last_within_its_bytes() -> None:

@@ -18,6 +18,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from official_client import client_of
 from server_process import ServerProcess, save_tiny_model
 from stand_in_engine import StandInEngine
 from switching_engine import SwitchingStandIn
@@ -44,14 +45,6 @@ def jsonl(*lines: Any) -> bytes:
     return b"\n".join(
         each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines
     )
-
-
-@asynccontextmanager
-async def client_of(url: str, key: str = "none"):
-    async with openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60
-    ) as client:
-        yield client
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import attrs
 import httpx
 import openai
 import pytest
 import pytest_asyncio
+from official_client import client_of
 
 from trencadis.server import ServerSettings, create_app
 from trencadis.server.generation.response_store import (
@@ -22,14 +22,6 @@ from trencadis.server.generation.response_store import (
 from trencadis.server.routes import stored_responses
 
 NOT_FOUND = r"Response with id .* not found\."
-
-
-@asynccontextmanager
-async def client_of(url: str, key: str = "none"):
-    async with openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60
-    ) as client:
-        yield client
 
 
 @pytest_asyncio.fixture

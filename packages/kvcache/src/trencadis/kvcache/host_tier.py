@@ -40,12 +40,7 @@ class HostTier:
 
     def num_leading(self, keys: Iterable[bytes]) -> int:
         with self._lock:
-            count = 0
-            for key in keys:
-                if key not in self._lru:
-                    break
-                count += 1
-            return count
+            return self._lru.num_leading(keys)
 
     def load(self, key: bytes, content: Content) -> bool:
         with self._lock:

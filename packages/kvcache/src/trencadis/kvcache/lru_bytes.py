@@ -6,6 +6,8 @@ Only bookkeeping: the owner stores and removes the content. Not thread-safe.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import takewhile
 
 
 class LruBytes:
@@ -44,6 +46,10 @@ class LruBytes:
             return False
         self._sizes.move_to_end(key)
         return True
+
+    def num_leading(self, keys: Iterable[bytes]) -> int:
+        """How many of the first of ``keys`` are here."""
+        return sum(1 for _ in takewhile(self._sizes.__contains__, keys))
 
     def remove(self, key: bytes) -> bool:
         """Remove an entry; returns whether it was here."""

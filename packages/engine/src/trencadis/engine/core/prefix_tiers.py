@@ -10,6 +10,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
+
 from trencadis.engine.api.outputs import TierStats
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.runner.executor import Executor, ModelFacts
@@ -87,15 +89,7 @@ class PrefixTiers:
         """The counters of the tier of this name, if there is one."""
         for tier in self._tiers:
             if tier.name == name:
-                counted = tier.counters
-                return TierStats(
-                    num_bytes=counted.num_bytes,
-                    num_stored_blocks=counted.num_stored_blocks,
-                    num_stored_bytes=counted.num_stored_bytes,
-                    num_loaded_blocks=counted.num_loaded_blocks,
-                    num_loaded_bytes=counted.num_loaded_bytes,
-                    num_errors=counted.num_errors,
-                )
+                return TierStats(**attrs.asdict(tier.counters))
         return None
 
 

@@ -19,6 +19,7 @@ from openai.types import BatchError, BatchRequestCounts, FileObject
 from openai.types.batch import Errors
 from starlette.types import ASGIApp, Scope
 
+from trencadis.server.batches.at_once import work_at_once
 from trencadis.server.batches.batch_line import (
     BatchLine,
     BatchLineError,
@@ -268,38 +269,22 @@ class BatchRunner:
 
     async def _answer_lines(self, batch_id: str, files: AnswerFiles, done: dict[str, bool]) -> None:
         stored = self.store.batches[batch_id]
-        free = asyncio.Semaphore(max(1, 2 * self._most_lines(0)))
-        tasks: set[asyncio.Task[None]] = set()
 
         async def answer(line: BatchLine) -> None:
-            try:
-                result = await self._answered(batch_id, line)
-                response = result["response"]
-                is_output = response is not None and response["status_code"] == 200
-                append = partial(files.append, [result], is_output=is_output)
-                await self._persist(lambda: asyncio.to_thread(append))
-                done[line.custom_id] = is_output
-                self._count_line("completed" if is_output else "failed")
-                counts = self.store.batches[batch_id].batch.request_counts
-                if counts is not None:
-                    counts.completed += is_output
-                    counts.failed += not is_output
-            finally:
-                free.release()
+            result = await self._answered(batch_id, line)
+            response = result["response"]
+            is_output = response is not None and response["status_code"] == 200
+            append = partial(files.append, [result], is_output=is_output)
+            await self._persist(lambda: asyncio.to_thread(append))
+            done[line.custom_id] = is_output
+            self._count_line("completed" if is_output else "failed")
+            counts = self.store.batches[batch_id].batch.request_counts
+            if counts is not None:
+                counts.completed += is_output
+                counts.failed += not is_output
 
-        try:
-            lines = self._left(stored, dict(done))
-            while line := await asyncio.to_thread(next, lines, None):
-                await free.acquire()
-                for task in [task for task in tasks if task.done()]:
-                    tasks.remove(task)
-                    task.result()
-                tasks.add(asyncio.create_task(answer(line)))
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        most = max(1, 2 * self._most_lines(0))
+        await work_at_once(self._left(stored, dict(done)), answer, most)
 
     def _left(self, stored: StoredBatch, done: dict[str, bool]) -> Iterator[BatchLine]:
         """The lines without an answer. They have been checked, but the file may have changed."""

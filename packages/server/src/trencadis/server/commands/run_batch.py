@@ -6,7 +6,6 @@ would. `trencadis.server.batches.batch_line` has the form of the files.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp
 
 from trencadis.engine import AsyncEngine, EngineConfig, LogSettings
 from trencadis.server.app import create_app
+from trencadis.server.batches.at_once import work_at_once
 from trencadis.server.batches.batch_line import (
     BatchLineError,
     answered,
@@ -80,39 +80,18 @@ async def answer_lines(
     """Answer the requests in ``lines``, at most ``max_running`` at once. See `run_batch`."""
     settings = attrs.evolve(settings, max_body_size=MAX_LINE, batch_directory=None)
     app = create_app(engine, settings)
-    free = asyncio.Semaphore(min(max_running, MAX_RUNNING))
     counts = BatchCounts()
 
-    async def answer(line: bytes | None) -> None:
-        try:
-            result = await _answer(app, line, settings.retry_after)
-            answers.write(json.dumps(result).encode() + b"\n")
-            answers.flush()
-            counts.answered += 1
-            counts.failed += result["error"] is not None or result["response"]["status_code"] != 200
-        finally:
-            free.release()
+    async def answer(numbered: tuple[int, bytes | None]) -> None:
+        result = await _answer(app, numbered[1], settings.retry_after)
+        answers.write(json.dumps(result).encode() + b"\n")
+        answers.flush()
+        counts.answered += 1
+        counts.failed += result["error"] is not None or result["response"]["status_code"] != 200
 
     async with app.router.lifespan_context(app):
-        tasks: set[asyncio.Task[None]] = set()
-        try:
-            for _, line in lines_of(lines, MAX_LINE):
-                await free.acquire()
-                _raise_failures(tasks)
-                tasks.add(asyncio.create_task(answer(line)))
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await work_at_once(lines_of(lines, MAX_LINE), answer, min(max_running, MAX_RUNNING))
     return counts
-
-
-def _raise_failures(tasks: set[asyncio.Task[None]]) -> None:
-    """Forget the tasks that have ended; an error of one, such as of a full disk, is raised."""
-    for task in [task for task in tasks if task.done()]:
-        tasks.remove(task)
-        task.result()
 
 
 async def _answer(app: ASGIApp, line: bytes | None, retry_after: float) -> dict[str, Any]:
