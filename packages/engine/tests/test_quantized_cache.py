@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from model_families import save_family
 
 from trencadis.engine import LLM, ConfigError, EngineConfig, GenerateRequest, SamplingParams
+from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.engine_core import EngineCore
+from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import attention as cpu_attention
 from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel
@@ -294,3 +296,38 @@ def test_keys_of_the_prefix_cache_differ_by_dtype(tiny_model: Path) -> None:
     assert all(len(each) > 4 for each in digests)
     assert digests.pop() == digests[-1], "two names of one dtype"
     assert len(set().union(*digests)) == sum(map(len, digests))
+
+
+@pytest.mark.parametrize("stash_bytes", [0, 1 << 30], ids=["loaded again", "from the stash"])
+def test_switches_and_sleep_keep_the_dtype_of_each_model(
+    tiny_model: Path, stash_bytes: int
+) -> None:
+    """Both have the same weights, so only what the cache holds may differ."""
+    configs = [
+        EngineConfig(
+            **{"model": str(tiny_model), "served_model_name": name, "dtype": "float32"},
+            **{"max_model_len": 64, "block_size": 8, "num_blocks": 80, "warmup": "none"},
+            kv_cache_dtype=name,
+        )
+        for name in ("fp8_e5m2", "auto")
+    ]
+    expected = [core_tokens(EngineCore(config)) for config in configs]
+    assert expected[0] != expected[1]
+    core = EngineCore(configs[0])
+    switcher = ModelSwitcher(core)
+    for number in (1, 0, 1, 0):
+        switcher.reconfigure_engine(config_payload(configs[number]), stash_bytes)
+        switcher.sleep(1)
+        switcher.wake_up()
+        assert core_tokens(core) == expected[number]
+        held = core.executor.worker.cache.key(0).dtype
+        assert (held is torch.float8_e5m2) == (number == 0)
+
+
+def core_tokens(core: EngineCore) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    core.add("one", GenerateRequest(tuple(range(3, 35)), params))
+    found = []
+    while core.has_work:
+        found += [token.token_id for token in core.step()]
+    return found

@@ -55,6 +55,7 @@ from trencadis.kvcache import (
     Defragmenter,
     Direction,
     StateSlots,
+    TierTransfers,
 )
 from trencadis.scheduler import (
     BatchControl,
@@ -152,35 +153,7 @@ class EngineCore:
         self._swap_seconds = 0.0
         self._running_limit = config.max_num_seqs
         self._prefill_limit = facts.limits.max_num_batched_tokens
-        window = window_of_all(facts.spec.layers, self.max_model_len)
-        if window is not None:
-            logger.info("A sequence gives its blocks back that have left a window of %d", window)
-        keeps_states = facts.num_state_slots > 0
-        if keeps_states and config.enable_prefix_caching:
-            logger.info(
-                "Prefixes are not cached: the layers of %s keep states, and not those of prefixes",
-                facts.spec.source,
-            )
-        recorder = CacheRecorder() if config.kv_tiers and not keeps_states else None
-        self.blocks = BlockManager(
-            CacheConfig(
-                num_blocks=facts.limits.num_blocks,
-                block_size=config.block_size,
-                num_host_blocks=facts.num_host_blocks,
-                enable_prefix_caching=config.enable_prefix_caching and not keeps_states,
-                window=window,
-                record_events=self._kv_events is not None,
-            ),
-            governor=swap_governor(config, facts.block_bytes),
-            recorder=recorder,
-        )
-        tiers = None
-        if recorder is not None:
-            tiers = self._tiers.serve(self.executor, facts, self.blocks, recorder)
-        if self._kv_events is not None:
-            # That what another cache had is gone. It is told with the first step: by then a
-            # subscriber of an earlier core has connected again.
-            self.blocks.reset_prefix_cache()
+        tiers = self._make_blocks(facts)
         slots = None
         if facts.num_state_slots:
             slots = StateSlots(facts.num_state_slots, facts.num_host_state_slots)
@@ -213,6 +186,42 @@ class EngineCore:
         self._sampling = StepSampling(self.requests, self.scheduler, eos_token_ids, self._grammars)
         self._slots = AdapterSlots(config.max_loras)
         self._serve_adapters()
+
+    def _make_blocks(self, facts: ModelFacts) -> TierTransfers | None:
+        """Make the block manager; returns what moves blocks to tiers and back, if they are used."""
+        config = facts.config
+        window = window_of_all(facts.spec.layers, self.max_model_len)
+        if window is not None:
+            logger.info("A sequence gives its blocks back that have left a window of %d", window)
+        keeps_states = facts.num_state_slots > 0
+        if keeps_states and config.enable_prefix_caching:
+            logger.info(
+                "Prefixes are not cached: the layers of %s keep states, and not those of prefixes",
+                facts.spec.source,
+            )
+        if keeps_states and config.kv_tiers:
+            logger.warning("kv_tiers %s keep nothing of this model", config.kv_tiers)
+        recorder = CacheRecorder() if config.kv_tiers and not keeps_states else None
+        self.blocks = BlockManager(
+            CacheConfig(
+                num_blocks=facts.limits.num_blocks,
+                block_size=config.block_size,
+                num_host_blocks=facts.num_host_blocks,
+                enable_prefix_caching=config.enable_prefix_caching and not keeps_states,
+                window=window,
+                record_events=self._kv_events is not None,
+            ),
+            governor=swap_governor(config, facts.block_bytes),
+            recorder=recorder,
+        )
+        tiers = None
+        if recorder is not None:
+            tiers = self._tiers.serve(self.executor, facts, self.blocks, recorder)
+        if self._kv_events is not None:
+            # That what another cache had is gone. It is told with the first step: by then a
+            # subscriber of an earlier core has connected again.
+            self.blocks.reset_prefix_cache()
+        return tiers
 
     def _serve_adapters(self) -> None:
         """Load the adapters that the settings name, or those that the model had before."""
