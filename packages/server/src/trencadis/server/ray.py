@@ -100,8 +100,7 @@ def load_of(stats: EngineStats) -> float:
 
     The larger one of the KV blocks in use and the sequences that run or wait, as shares.
     """
-    waiting = stats.num_waiting_reqs + stats.num_swapped_reqs + stats.num_preempted_reqs
-    sequences = (stats.num_running_seqs + waiting) / max(1, stats.max_num_seqs)
+    sequences = (stats.num_running_seqs + stats.num_pending_reqs) / max(1, stats.max_num_seqs)
     return max(stats.cache_usage, sequences)
 
 

@@ -263,17 +263,20 @@ class EngineStats:
         return self.num_used_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
 
     @property
+    def num_pending_reqs(self) -> int:
+        """Requests that have not started, or are preempted."""
+        return self.num_waiting_reqs + self.num_swapped_reqs + self.num_preempted_reqs
+
+    @property
     def headroom(self) -> float:
         """How much more work the engine can start, 0 to 1. A router sends requests where it is
         highest.
 
         The smallest of `ThermalStats.headroom`, the sequences that the running limit leaves free,
-        less the requests that have not started or are preempted, of ``max_num_seqs``, and the
-        prefill limit, of ``max_num_batched_tokens``. KV blocks are `cache_usage`, for themselves:
+        less `num_pending_reqs`, of ``max_num_seqs``, and the prefill limit, of ``max_num_batched_tokens``. KV blocks are `cache_usage`, for themselves:
         routers have a rule for them, which would hide the heat here.
         """
-        waiting = self.num_waiting_reqs + self.num_swapped_reqs + self.num_preempted_reqs
-        free = max(0, self.max_running_seqs - self.num_running_seqs - waiting)
+        free = max(0, self.max_running_seqs - self.num_running_seqs - self.num_pending_reqs)
         return min(
             free / max(1, self.max_num_seqs),
             self.max_prefill_tokens / max(1, self.max_num_batched_tokens),
