@@ -273,8 +273,9 @@ class EngineStats:
         highest.
 
         The smallest of `ThermalStats.headroom`, the sequences that the running limit leaves free,
-        less `num_pending_reqs`, of ``max_num_seqs``, and the prefill limit, of ``max_num_batched_tokens``. KV blocks are `cache_usage`, for themselves:
-        routers have a rule for them, which would hide the heat here.
+        less `num_pending_reqs`, of ``max_num_seqs``, and the prefill limit, of
+        ``max_num_batched_tokens``. KV blocks are `cache_usage`, for themselves: routers have a rule
+        for them, which would hide the heat here.
         """
         free = max(0, self.max_running_seqs - self.num_running_seqs - self.num_pending_reqs)
         return min(
