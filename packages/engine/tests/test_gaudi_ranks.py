@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from model_families import save_family
-from request_mix import GREEDY, SMALL, WAYS, serve
-from test_ranks import assert_equal, start  # noqa: F401  (a fixture)
+from request_mix import GREEDY, SMALL, serve
+from test_ranks import assert_equal, start, ways  # noqa: F401  (a fixture)
 
 from trencadis.engine import DeviceError, EngineConfig, EngineCore
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.ipc.messages import BUSY_SECONDS
+from trencadis.kvcache import DefragConfig
 
 Start = Callable[..., EngineCore]
 
@@ -26,26 +27,28 @@ def _two_gaudis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "ways"),
-    [
-        ("eager", ["seeds"]),  # whose programs take a second each to compile
-        ("lazy", list(WAYS)),
-    ],
+    "mode",
+    [pytest.param("eager", marks=pytest.mark.slow), "lazy"],  # eager compiles for half a minute
 )
 def test_two_gaudis_serve_what_one_process_serves(
     tiny_model: Path,
     start: Start,  # noqa: F811
     stand_in_for_cores: Callable[..., Any],
     mode: str,
-    ways: list[str],
 ) -> None:
-    changes = {"num_blocks": 24, "num_host_blocks": 64}
+    """Each prompt has another kind of request beside it in the batches."""
+    changes = {
+        **{"num_blocks": 24, "num_host_blocks": 64},
+        **{"defrag": DefragConfig(enabled=True, threshold=1)},
+    }
+    mixed = [params for way in ways() for params in way]
     alone = start(tiny_model, 1, device="cpu", **changes)
     with stand_in_for_cores(mode):
         core = start(tiny_model, device="hpu", **changes)
-        for name in ways:
-            assert_equal(serve(core, WAYS[name]), serve(alone, WAYS[name]))
-    assert mode == "eager" or core.stats.num_preemptions > 0
+        assert_equal(serve(core, mixed, 16), serve(alone, mixed, 16))
+    assert core.stats.num_preemptions > 0
+    assert core.stats.num_swap_in_bytes > 0
+    assert core.stats.num_defragmented_blocks > 0
     assert core.stats.num_compilations > 0
     assert core.executor.device_facts.name == "hpu"
 

@@ -103,17 +103,14 @@ def assert_equal(found: Any, expected: Any) -> None:
         same = found[key]
         assert [(t.index, t.token_id) for t in same] == [(t.index, t.token_id) for t in tokens]
         for here, there in zip(same, tokens, strict=True):
-            assert (here.logprobs is None) == (there.logprobs is None)
-            if there.logprobs is not None:
-                np.testing.assert_allclose(
-                    [each.logprob for each in _flat(here.logprobs)],
-                    [each.logprob for each in _flat(there.logprobs)],
-                    atol=1e-4,
-                )
+            np.testing.assert_allclose(_numbers(here), _numbers(there), atol=1e-4, rtol=0)
 
 
-def _flat(logprobs: Any) -> list[Any]:
-    return [logprobs.chosen, *logprobs.top]
+def _numbers(token: Any) -> list[float]:
+    """Log-probabilities of a token and, with the first one, the scores of the prompt."""
+    chosen, scores = token.logprobs, token.prompt_logprobs
+    of_token = [] if chosen is None else [e.logprob for e in (chosen.chosen, *chosen.top)]
+    return [*of_token, *np.frombuffer(b"" if scores is None else scores, np.float32)]
 
 
 def test_two_ranks_serve_what_one_process_serves(
@@ -199,23 +196,32 @@ def test_one_process_alone_never_takes_the_setting(tiny_model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "size"),
-    [("Llama", 4), ("Qwen 2", 2), ("Qwen 3", 2), ("Gemma 3 (text)", 4), ("Mixtral", 2)],
-)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", ["Llama", "Qwen 3", "Gemma 3 (text)", "Mixtral"])
 def test_families_get_the_tokens_of_one_process(
-    tmp_path: Path, start: Callable[..., EngineCore], family: str, size: int
+    tmp_path: Path,
+    add_tokenizer: Callable[[Path], None],
+    start: Callable[..., EngineCore],
+    family: str,
+    size: int,
 ) -> None:
-    """Four attention heads and two key-value heads: with four ranks, two have the same one."""
+    """48 prompts, each with another kind of request beside it in the batches.
+
+    Four attention heads and two key-value heads: with four ranks, two have the same one.
+    """
     model = save_family(family, tmp_path)
+    add_tokenizer(model)
     changes = {
         **{"num_blocks": 24, "num_host_blocks": 64},
-        **{"defrag": DefragConfig(enabled=True)},
+        **{"defrag": DefragConfig(enabled=True, threshold=1)},
     }
     alone, core = (start(model, each, **changes) for each in (1, size))
-    for params in ways()[:-1]:  # without a tokenizer there are no grammars
-        assert_equal(serve(core, params, 4), serve(alone, params, 4))
-    assert core.stats.num_preemptions > 0
+    mixed = [params for way in ways() for params in way]
+    assert_equal(serve(core, mixed, 48), serve(alone, mixed, 48))
+    for stats in (core.stats, alone.stats):
+        assert stats.num_preemptions > 0
+        assert stats.num_swap_in_bytes > 0
+        assert stats.num_defragmented_blocks > 0
 
 
 @pytest.mark.slow
