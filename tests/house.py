@@ -160,8 +160,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine.core": [
         {
-            *("adapter_slots", "adapter_table", "config_payload", "kv_events", "prefix_tiers"),
-            "thermal_monitor",
+            *("adapter_loads", "adapter_slots", "adapter_table", "config_payload", "kv_events"),
+            *("prefix_tiers", "thermal_monitor"),
         },
         {"request_table"},
         {"step_sampling"},

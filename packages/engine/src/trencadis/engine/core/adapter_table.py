@@ -68,15 +68,17 @@ class AdapterTable:
             )
         return self._by_name[name].loaded.digest
 
-    def add(self, name: str, path: str, load: Callable[[str], LoadedAdapter]) -> NamedAdapter:
-        """Add what ``load`` reads from ``path``. Raises its errors, and `AdapterError` for a name
-        that is taken."""
+    def check_free(self, name: str) -> None:
+        """Raise `AdapterError` for a name that is taken."""
         if name in self._by_name:
             raise AdapterError(
                 f"the adapter {shown(name)} is loaded already: unload it first", "lora_name"
             )
-        added = self._by_name[name] = NamedAdapter(name, path, load(path))
-        self._retired.pop(added.loaded.digest, None)
+
+    def add(self, name: str, path: str, loaded: LoadedAdapter) -> NamedAdapter:
+        """Add what was read from ``path`` under a name that is free."""
+        added = self._by_name[name] = NamedAdapter(name, path, loaded)
+        self._retired.pop(loaded.digest, None)
         return added
 
     def remove(self, name: str) -> NamedAdapter:
@@ -108,7 +110,7 @@ class AdapterTable:
                 continue
             del self._by_name[adapter.name]
             try:
-                self.add(adapter.name, adapter.path, load)
+                self.add(adapter.name, adapter.path, load(adapter.path))
             except AdapterError as error:
                 reasons.append(f"the adapter {shown(adapter.name)} is lost: {error}")
         return reasons

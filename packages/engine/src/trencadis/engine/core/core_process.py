@@ -7,19 +7,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
 from typing_extensions import assert_never
 
+from trencadis.engine.core.adapter_loads import AdapterLoad, AdapterLoads
 from trencadis.engine.errors import (
+    AdapterError,
     ConfigError,
     EngineOverloaded,
     InvalidRequest,
     ModelError,
     SwitchFailedError,
+    shown,
 )
 from trencadis.engine.ipc.channel import CoreChannel, Undecodable
 from trencadis.engine.ipc.messages import (
@@ -71,7 +75,7 @@ _WARMING_SECONDS = 0.1
 """Period in which an idle core checks whether the next bucket can be warmed up."""
 
 _CHECKING_SECONDS = 0.02
-"""Period in which an idle core looks for the result of a check of another model."""
+"""Period in which an idle core looks for what threads have checked or read."""
 
 
 @attrs.frozen
@@ -145,11 +149,12 @@ def _ready(core: EngineCore, warmup_seconds: float) -> Ready:
 def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwitcher) -> None:
     orders: _Orders = {}
     checks: _Checks = {}
+    loads = AdapterLoads()
     last_call = -1
     channel.send(StepDone((), core.stats))
     stats_due_s = 0.0
     while os.getppid() == front:
-        for message in channel.receive(_receive_timeout(core, is_checking=bool(checks))):
+        for message in channel.receive(_receive_timeout(core, polls=bool(checks or loads.names))):
             if isinstance(message, Stop):
                 return
             if isinstance(message, (Reconfigure, Sleep, WakeUp)):
@@ -158,15 +163,17 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwi
                     continue
                 last_call = message.number
                 _refuse_orders(channel, orders)
+                _refuse_loads(channel, loads)
                 channel.send(StepDone((), core.stats))  # the last totals of this model, if it goes
                 channel.send(Busy("the engine core changes its model", number=message.number))
                 channel.send(_change_model(core, switcher, message))
             elif isinstance(message, CheckModel):
                 checks[message.number] = _begin_check(switcher, message)
             else:
-                _handle(core, channel, message, orders)
-        if checks:
+                _handle(core, channel, message, orders, loads)
+        if checks or loads.names:
             _send_checked(checks, channel)
+            _add_loaded(core, channel, loads)
         if core.executor.is_warming_up:
             channel.send(Busy("the engine core warms up"))
             core.advance_warm_up()
@@ -184,11 +191,11 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwi
     logger.warning("The front process has ended: the engine core stops")
 
 
-def _receive_timeout(core: EngineCore, *, is_checking: bool) -> float:
-    """Seconds to wait for the next message."""
+def _receive_timeout(core: EngineCore, *, polls: bool) -> float:
+    """Seconds to wait for the next message. ``polls``: a thread may have a result."""
     if core.has_work:
         return core.pause_s
-    if is_checking:
+    if polls:
         return _CHECKING_SECONDS
     return _WARMING_SECONDS if core.executor.is_warming_up else _IDLE_SECONDS
 
@@ -242,6 +249,7 @@ def _handle(
     | UnloadAdapter
     | Undecodable,
     orders: _Orders,
+    loads: AdapterLoads,
 ) -> None:
     if isinstance(message, Undecodable):
         _refuse(channel, message)
@@ -257,8 +265,7 @@ def _handle(
     elif isinstance(message, Inspect):
         channel.send(_inspect(core, message.number))
     elif isinstance(message, (LoadAdapter, UnloadAdapter)):
-        channel.send(Busy("the engine core reads an adapter"))
-        channel.send(_change_adapters(core, message))
+        _change_adapters(core, channel, message, loads)
     elif isinstance(message, Control):
         try:
             orders[message.number] = core.control(message.order)
@@ -289,20 +296,67 @@ def _inspect(core: EngineCore, number: int) -> Inspected:
         return Inspected(number, None, f"{type(error).__name__}: {error}")
 
 
-def _change_adapters(core: EngineCore, message: LoadAdapter | UnloadAdapter) -> AdaptersChanged:
-    """Load or unload an adapter; returns the answer. Never raises: the core goes on."""
-    number = message.number
+def _change_adapters(
+    core: EngineCore,
+    channel: CoreChannel,
+    message: LoadAdapter | UnloadAdapter,
+    loads: AdapterLoads,
+) -> None:
+    """Unload an adapter, or begin to read one, for which `_add_loaded` sends the answer."""
+    name, number = message.name, message.number
+    if isinstance(message, UnloadAdapter):
+        channel.send(_adapters_after(core, number, partial(_unload, core, loads, name)))
+        return
+
+    def begin() -> None:
+        loads.begin(number, name, message.path, core.adapter_reader(name, message.path))
+
+    refusal = _refusal(number, begin)
+    if refusal is not None:
+        channel.send(refusal)
+
+
+def _unload(core: EngineCore, loads: AdapterLoads, name: str) -> None:
+    if name in loads.names:
+        raise AdapterError(f"the adapter {shown(name)} is being loaded: wait for that", "lora_name")
+    core.unload_adapter(name)
+
+
+def _add_loaded(core: EngineCore, channel: CoreChannel, loads: AdapterLoads) -> None:
+    """Add the adapters that were read meanwhile, and answer their orders."""
+    for load in loads.take_ended():
+
+        def add(load: AdapterLoad = load) -> None:
+            core.add_adapter(load.name, load.path, load.take())
+
+        channel.send(_adapters_after(core, load.number, add))
+
+
+def _refuse_loads(channel: CoreChannel, loads: AdapterLoads) -> None:
+    """Answer the orders to load adapters: what is read is for a model that goes."""
+    for load in loads.drop_all():
+        reason = (
+            f"the adapter {shown(load.name)} was not loaded, since the engine changed its model"
+        )
+        channel.send(AdaptersChanged(load.number, error=f"{reason} or slept: load it again"))
+
+
+def _adapters_after(core: EngineCore, number: int, change: Callable[[], object]) -> AdaptersChanged:
+    """Change the adapters; returns the answer. Never raises: the core goes on."""
+    refusal = _refusal(number, change)
+    return refusal or AdaptersChanged(number, tuple(adapter.info for adapter in core.adapters))
+
+
+def _refusal(number: int, change: Callable[[], object]) -> AdaptersChanged | None:
+    """Why a change of the adapters was rejected, if it was."""
     try:
-        if isinstance(message, LoadAdapter):
-            core.load_adapter(message.name, message.path)
-        else:
-            core.unload_adapter(message.name)
+        change()
     except InvalidRequest as error:
         return AdaptersChanged(number, error=str(error), field=error.field)
     except Exception as error:
-        logger.exception("The adapter %s could not be changed", message.name)
+        logger.exception("An adapter could not be changed")
         return AdaptersChanged(number, error=f"{type(error).__name__}: {error}")
-    return AdaptersChanged(number, tuple(adapter.info for adapter in core.adapters))
+    return None
 
 
 def _change_model(

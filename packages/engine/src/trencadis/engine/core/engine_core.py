@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 
 from trencadis.engine.api.inspection import MAX_MAP_CELLS, EngineInspection
 from trencadis.engine.api.outputs import EngineStats, plus_totals, totals_since, with_totals
@@ -39,7 +40,9 @@ from trencadis.engine.ipc.messages import (
     RequestError,
     check_order,
 )
+from trencadis.engine.models.adapter_files import Adapter
 from trencadis.engine.models.layer_spec import window_of_all
+from trencadis.engine.runner.adapter_store import LoadedAdapter
 from trencadis.engine.runner.executor import Executor, ModelFacts
 from trencadis.engine.runner.executor_choice import make_executor
 from trencadis.engine.runner.host_swap import swap_governor
@@ -228,7 +231,7 @@ class EngineCore:
         config, executor = self.config, self.executor
         if config.name in self._tables:
             self._adapters = self._tables[config.name]
-            for reason in self._adapters.restore(executor.holds_adapter, executor.load_adapter):
+            for reason in self._adapters.restore(executor.holds_adapter, self._read_and_hold):
                 logger.warning("%s", reason)
             self._drop_unused_adapters()
             return
@@ -404,6 +407,17 @@ class EngineCore:
         Raises `AdapterError` for one that cannot be served, and `InvalidRequest`, naming the field,
         for values of other types. Nothing has changed then.
         """
+        return self.add_adapter(name, path, self.adapter_reader(name, path)())
+
+    def _read_and_hold(self, path: str) -> LoadedAdapter:
+        return self.executor.hold_adapter(self.executor.adapter_reader()(Path(path)))
+
+    def adapter_reader(self, name: str, path: str) -> Callable[[], Adapter]:
+        """The first part of `load_adapter`: what reads the adapter, to be called in any thread.
+
+        What it returns is for `add_adapter`, as long as neither the model is switched nor the core
+        sleeps meanwhile. Raises as `load_adapter`, and so does what it returns.
+        """
         check_adapter_name(name, "lora_name")
         if not isinstance(path, str) or not path:
             raise InvalidRequest(
@@ -417,8 +431,14 @@ class EngineCore:
             )
         if self.is_asleep:
             raise AdapterError("the engine sleeps: wake it up before adapters are loaded")
+        self._adapters.check_free(name)
+        return functools.partial(self.executor.adapter_reader(), Path(path))
+
+    def add_adapter(self, name: str, path: str, adapter: Adapter) -> NamedAdapter:
+        """The second part of `load_adapter`: requests may name what was read from ``path``."""
         self._drop_unused_adapters()
-        added = self._adapters.add(name, path, self.executor.load_adapter)
+        self._adapters.check_free(name)
+        added = self._adapters.add(name, path, self.executor.hold_adapter(adapter))
         logger.info("Adapter %s: %s, rank %d", name, path, added.loaded.rank)
         return added
 

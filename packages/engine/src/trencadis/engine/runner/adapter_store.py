@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import attrs
@@ -10,6 +11,9 @@ import attrs
 from trencadis.engine.errors import AdapterError
 from trencadis.engine.models.adapter_files import Adapter, read_adapter
 from trencadis.engine.models.adapter_layers import AdapterLayers
+
+AdapterReader = Callable[[Path], Adapter]
+"""Reads and checks the adapter in a directory, in any thread. Raises `AdapterError`."""
 
 
 @attrs.frozen
@@ -22,7 +26,7 @@ class LoadedAdapter:
 
 
 class AdapterStore:
-    """Reads adapters and holds them, at most ``limit`` of them; None for any number.
+    """Holds adapters, at most ``limit`` of them; None for any number.
 
     An adapter whose content is held already takes nothing more. ``layers``: those of the model.
     ``held``: the store of the same model before its weights were read again.
@@ -36,12 +40,17 @@ class AdapterStore:
     def __contains__(self, digest: str) -> bool:
         return digest in self._adapters
 
-    def load(self, path: str) -> LoadedAdapter:
-        """Read and check the adapter in the directory ``path``. Raises `AdapterError`."""
+    def reader(self) -> AdapterReader:
+        """What reads an adapter for these layers. It keeps nothing of the model."""
         layers = self.layers
         if layers is None:
             raise AdapterError("this engine serves no adapters: start it with enable_lora")
-        adapter = read_adapter(Path(path), layers.shapes, layers.max_rank, layers.dtype)
+        return functools.partial(
+            read_adapter, layers=layers.shapes, max_rank=layers.max_rank, dtype=layers.dtype
+        )
+
+    def hold(self, adapter: Adapter) -> LoadedAdapter:
+        """Hold what `reader` has read. Raises `AdapterError` where there are ``limit`` already."""
         is_new = adapter.digest not in self._adapters
         if is_new and self._limit is not None and len(self._adapters) >= self._limit:
             raise AdapterError(

@@ -13,8 +13,9 @@ import attrs
 
 from trencadis.bucketing import Bucket
 from trencadis.engine.api.inspection import GridUsage
+from trencadis.engine.models.adapter_files import Adapter
 from trencadis.engine.models.loader import ModelSpec
-from trencadis.engine.runner.adapter_store import LoadedAdapter
+from trencadis.engine.runner.adapter_store import AdapterReader, LoadedAdapter
 from trencadis.engine.runner.limits import ServingLimits
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.step import PendingStep, StepInput
@@ -120,8 +121,11 @@ class Executor(Protocol):
 
     # Adapters of the model.
 
-    def load_adapter(self, path: str) -> LoadedAdapter:
-        """Read the adapter in the directory ``path`` into host memory. Raises `AdapterError`."""
+    def adapter_reader(self) -> AdapterReader:
+        """What reads an adapter for the model. Raises `AdapterError` where it has no slots."""
+
+    def hold_adapter(self, adapter: Adapter) -> LoadedAdapter:
+        """Hold what was read for the model in host memory. Raises `AdapterError`."""
 
     def holds_adapter(self, digest: str) -> bool:
         """Whether an adapter of this content is in host memory."""

@@ -13,8 +13,9 @@ from trencadis.bucketing import Bucket
 from trencadis.engine.api.inspection import GridUsage
 from trencadis.engine.devices import select_device
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.models.adapter_files import Adapter
 from trencadis.engine.models.rank_part import RankPart
-from trencadis.engine.runner.adapter_store import AdapterStore, LoadedAdapter
+from trencadis.engine.runner.adapter_store import AdapterReader, AdapterStore, LoadedAdapter
 from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
 from trencadis.engine.runner.kept_programs import ProgramStore
 from trencadis.engine.runner.step import PendingStep, StepInput
@@ -150,8 +151,11 @@ class InProcessExecutor:
 
     # Adapters of the model.
 
-    def load_adapter(self, path: str) -> LoadedAdapter:
-        return self.worker.adapters.load(path)
+    def adapter_reader(self) -> AdapterReader:
+        return self.worker.adapters.reader()
+
+    def hold_adapter(self, adapter: Adapter) -> LoadedAdapter:
+        return self.worker.adapters.hold(adapter)
 
     def holds_adapter(self, digest: str) -> bool:
         return digest in self.worker.adapters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def adapters_router(context: ServingContext) -> APIRouter:
         engine, name = _adapter_engine(context), order.lora_name
         if name in context.aliases:
             raise InvalidRequest(f"{name!r} is the name of a model: choose another", "lora_name")
-        path = _allowed(order.lora_path, context.settings.lora_directories)
+        directories = context.settings.lora_directories
+        path = await asyncio.to_thread(_allowed, order.lora_path, directories)
         await engine.load_adapter(name, path)
         return _done(f"Success: LoRA adapter '{name}' added successfully.")
 

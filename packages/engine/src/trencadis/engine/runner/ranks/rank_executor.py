@@ -16,7 +16,8 @@ from trencadis.bucketing import Bucket
 from trencadis.engine.api.inspection import GridUsage
 from trencadis.engine.errors import AdapterError, RankError
 from trencadis.engine.ipc.messages import BUSY_SECONDS
-from trencadis.engine.runner.adapter_store import LoadedAdapter
+from trencadis.engine.models.adapter_files import Adapter
+from trencadis.engine.runner.adapter_store import AdapterReader, LoadedAdapter
 from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
 from trencadis.engine.runner.ranks.rank_messages import StepAnswer
 from trencadis.engine.runner.ranks.rank_processes import RankProcesses
@@ -133,8 +134,11 @@ class RankExecutor:
         self._counters = first.counters
         return first.result
 
-    def load_adapter(self, path: str) -> LoadedAdapter:
-        raise AdapterError(f"{path} cannot be loaded: several ranks serve no adapters yet")
+    def adapter_reader(self) -> AdapterReader:
+        raise AdapterError("several ranks serve no adapters yet")
+
+    def hold_adapter(self, adapter: Adapter) -> LoadedAdapter:
+        raise AdapterError(f"{adapter} cannot be held: several ranks serve no adapters yet")
 
     def holds_adapter(self, digest: str) -> bool:
         del digest
