@@ -243,19 +243,21 @@ FLOORS: dict[str, list[set[str]]] = {
             "real_rotary",
             "replaced_layers",
             "rotary",
+            "state_functions",
             "weight_files",
         },
         {
             *("adapter_files", "declared_modules", "gguf", "hub", "packed_formats"),
             "paged_context",
-            *("rank_part", "rounded_weights", "score_heads", "state_layers"),
+            *("rank_part", "rounded_weights", "score_heads"),
         },
         {
             *("attention_operator", "checkpoint", "default_model", "packed_checkpoint"),
             *("rank_loading", "softmax_attention"),
         },
         {"block_attention", "checkpoint_process", "decoder_layers", "pair_prompts"},
-        {"adapter_layers", "attention", "compiled_forward", "layer_reading"},
+        {"adapter_layers", "attention", "compiled_forward", "state_layers"},
+        {"layer_reading"},
         {"loader"},
     ],
     "engine.runner": [

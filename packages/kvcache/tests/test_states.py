@@ -35,8 +35,10 @@ LAYERS = {
 }
 
 
-def make_cache(num_slots: int = 4, num_host_slots: int = 3) -> StateCache:
-    sizes = {"num_slots": num_slots, "num_host_slots": num_host_slots}
+def make_cache(
+    num_slots: int = 4, num_host_slots: int = 3, *, is_double: bool = False
+) -> StateCache:
+    sizes = {"num_slots": num_slots, "num_host_slots": num_host_slots, "is_double": is_double}
     return StateCache(layers=LAYERS, dtype=torch.bfloat16, **sizes)
 
 
@@ -44,14 +46,34 @@ def parts(cache: StateCache) -> list[torch.Tensor]:
     return [cache.part(layer, shape.key) for layer, shapes in LAYERS.items() for shape in shapes]
 
 
+def write(cache: StateCache, slot: int, value: int) -> None:
+    """A pass that is lost, where there is a place for it, and one whose states are kept."""
+    lost = cache.next_places([slot]) if cache.is_double else []
+    for content, places in ((-1, lost), (value, cache.next_places([slot]))):
+        for layer, shapes in LAYERS.items():
+            for shape in shapes if places else ():
+                part = cache.part(layer, shape.key)
+                new = torch.full((1, *shape.shape), content).to(part.dtype)
+                cache.write(layer, shape.key, torch.tensor(places), new)
+    cache.advance([slot])
+
+
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 1 << 32), num_slots=st.integers(2, 6), num_host=st.integers(0, 4))
+@given(
+    seed=st.integers(0, 1 << 32),
+    num_slots=st.integers(2, 6),
+    num_host=st.integers(0, 4),
+    is_double=st.booleans(),
+)
 def test_each_sequence_finds_its_state_whatever_happens(
-    seed: int, num_slots: int, num_host: int
+    seed: int, num_slots: int, num_host: int, is_double: bool
 ) -> None:
     """Random operations, carried out in plans of several, against the contents they mean."""
     rng = random.Random(seed)
-    slots, cache = StateSlots(num_slots, num_host), make_cache(num_slots, num_host)
+    slots, cache = (
+        StateSlots(num_slots, num_host),
+        make_cache(num_slots, num_host, is_double=is_double),
+    )
     plan = CopyPlan()
     expected: dict[int, int] = {}
     swapped: set[int] = set()
@@ -63,8 +85,7 @@ def test_each_sequence_finds_its_state_whatever_happens(
             plan = CopyPlan()
             slots.allocate(seq_id)
             expected[seq_id] = seq_id
-            for part in parts(cache):
-                part[slots.slot(seq_id)] = seq_id
+            write(cache, slots.slot(seq_id), seq_id)
         elif action == "fork" and here and slots.num_free:
             parent = rng.choice(here)
             plan.add(Direction.WITHIN, slots.fork(parent, seq_id))
@@ -84,13 +105,19 @@ def test_each_sequence_finds_its_state_whatever_happens(
         elif action == "write":
             cache.carry_out(plan)
             plan = CopyPlan()
+            for each in here[:1]:
+                expected[each] = seq_id
+                write(cache, slots.slot(each), seq_id)
         used = [slots.slot(each) for each in expected if each not in swapped]
         assert len({PADDING_SLOT, *used}) == 1 + len(used)
         assert slots.num_free == num_slots - 1 - len(used)
     cache.carry_out(plan)
     for each, value in expected.items():
         if each not in swapped:
-            assert all(bool((part[slots.slot(each)] == value).all()) for part in parts(cache))
+            place = cache.places([slots.slot(each)])[0]
+            assert all(bool((part[place] == value).all()) for part in parts(cache))
+    if is_double:  # what a sequence without tokens reads
+        assert all(bool((part[PADDING_SLOT] == 0).all()) for part in parts(cache))
 
 
 def test_a_method_that_raises_changes_nothing() -> None:

@@ -15,7 +15,7 @@ import attrs
 
 from trencadis.kvcache.copy_plan import BlockCopy, Direction, as_block_copies
 from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, MissingExtra
-from trencadis.kvcache.validators import instance_of, integer
+from trencadis.kvcache.validators import boolean, instance_of, integer
 
 try:
     import torch
@@ -54,6 +54,10 @@ class StateCache:
     ``layers``: the parts that each layer keeps, by its number. ``dtype`` is that of the model.
     ``num_host_slots``: slots in host memory for swapped sequences. Raises `InvalidSetting` for a
     size below one, and `OutOfMemory` if the memory cannot be allocated.
+
+    With ``is_double`` each slot has two places, and `part` has the places of all slots: first one
+    of each slot, then the other ones. A forward pass reads one of them (`places`) and writes the
+    other (`next_places`), so that it can be repeated until `advance` has been called.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class StateCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         num_host_slots: int = 0,
+        is_double: bool = False,
     ) -> None:
         instance_of(dict).checked("layers", layers)
         positive = integer(1, remedy="pass a positive number")
@@ -72,6 +77,9 @@ class StateCache:
             "num_host_slots", num_host_slots
         )
         self.device = as_device(device)
+        self.is_double: bool = boolean().checked("is_double", is_double)
+        self._is_second = [False] * self.num_slots
+        num_places = self.num_slots * (2 if is_double else 1)
         self._parts: dict[tuple[int, StateKey], torch.Tensor] = {}
         self._host: dict[tuple[int, StateKey], torch.Tensor] = {}
         for layer, parts in layers.items():
@@ -79,7 +87,7 @@ class StateCache:
                 place, own = (layer, part.key), part.dtype or dtype
                 for size in part.shape:
                     positive.checked("shape", size)
-                on_device = (self.num_slots, *part.shape)
+                on_device = (num_places, *part.shape)
                 self._parts[place] = allocate(
                     "num_slots", self.num_slots, on_device, own, self.device
                 )
@@ -89,7 +97,7 @@ class StateCache:
                 )
 
     def part(self, layer: int, key: StateKey) -> torch.Tensor:
-        """A part of a layer's state in all slots, ``[num_slots, ...]``.
+        """A part of a layer's state in all slots, ``[num_slots, ...]``, or in all places.
 
         Raises `InvalidSetting` for one that the layer does not keep.
         """
@@ -97,6 +105,29 @@ class StateCache:
         if found is None:
             raise InvalidSetting(f"layer {layer} keeps no {key.kind} state {key.number}", "layer")
         return found
+
+    def parts_of(self, layer: int) -> dict[StateKey, torch.Tensor]:
+        """The parts of a layer's state, as `part`; none for a layer without."""
+        return {key: part for (number, key), part in self._parts.items() if number == layer}
+
+    def write(self, layer: int, key: StateKey, places: torch.Tensor, states: torch.Tensor) -> None:
+        """Write a part of the states of some sequences, ``[sequences, ...]``, to their places."""
+        self.part(layer, key).index_copy_(0, places, states)
+
+    def places(self, slots: Sequence[int]) -> list[int]:
+        """Where the states of these slots are."""
+        return [slot + self.num_slots * self._is_second[slot] for slot in slots]
+
+    def next_places(self, slots: Sequence[int]) -> list[int]:
+        """Where their next states are written."""
+        if not self.is_double:
+            return list(slots)
+        return [slot + self.num_slots * (not self._is_second[slot]) for slot in slots]
+
+    def advance(self, slots: Iterable[int]) -> None:
+        """From now on their states are where `next_places` has said."""
+        for slot in slots if self.is_double else ():
+            self._is_second[slot] = not self._is_second[slot]
 
     def carry_out(self, plan: Iterable[tuple[Direction, Sequence[BlockCopy]]]) -> None:
         """Carry out the batches of a `CopyPlan` of slots in order, each all at once.
@@ -118,8 +149,13 @@ class StateCache:
                         f"slots and {num_targets} destination slots"
                     )
         for direction, copies in batches:
-            sources = torch.tensor([source for source, _ in copies], dtype=torch.long)
-            targets = torch.tensor([target for _, target in copies], dtype=torch.long)
+            from_slots, to_slots = ([copy[end] for copy in copies] for end in (0, 1))
+            if direction is not Direction.IN:
+                from_slots = self.places(from_slots)
+            if direction is not Direction.OUT:
+                to_slots = self.places(to_slots)
+            sources = torch.tensor(from_slots, dtype=torch.long)
+            targets = torch.tensor(to_slots, dtype=torch.long)
             for place, part in self._parts.items():
                 read = self._host[place] if direction is Direction.IN else part
                 written = self._host[place] if direction is Direction.OUT else part

@@ -104,6 +104,10 @@ class Device(abc.ABC):
     """Whether a program is looked for when it first runs, and `num_compilations` counts those that
     the cache lacks."""
 
+    static_states: bool = False
+    """Whether layers with a state compute padded rows, whose slots are tensors of the batch
+    (`StateLayers.use_static_shapes`); otherwise the host knows the rows."""
+
     kv_cache_dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of codes that its KV cache can have (`quantized_cache`)."""
 

@@ -22,7 +22,6 @@ from trencadis.engine.models.decoder_layers import (
     DecoderLayers,
     LayersReached,
     Program,
-    Recording,
     single,
 )
 from trencadis.engine.models.paged_context import LayerRun
@@ -64,6 +63,8 @@ class CompiledForward:
     _layers: Sequence[Program]
     _places: Sequence[tuple[int, ...]]
     _end: _Part
+    _keep: Program | None
+    _written_at: int
 
     @classmethod
     def of(
@@ -76,6 +77,8 @@ class CompiledForward:
         compile_graph: Compile,
     ) -> CompiledForward:
         """Trace and compile the programs for a batch of ``tensors``: three for most models.
+
+        Where layers keep a state, a further one writes the new states after the last layer.
 
         Layers may have rotary embeddings of their own: the start computes all. Raises `ModelError`
         for a model whose layers are given tensors of different forms.
@@ -95,7 +98,7 @@ class CompiledForward:
             return call
 
         def start(*given: torch.Tensor) -> list[torch.Tensor]:
-            recording = Recording(until=layers.num_layers - 1)
+            recording = layers.recording()
             try:
                 compute(call_with(given[len(tensors) :]), given[: len(tensors)], recording)
             except LayersReached:
@@ -111,28 +114,59 @@ class CompiledForward:
             batch, outside = given[2 : 2 + len(tensors)], given[2 + len(tensors) :]
             return compute(call_with(outside, given[1]), batch, skip)
 
-        recording = Recording(until=layers.num_layers - 1)
+        recording = layers.recording()
         with contextlib.suppress(LayersReached):
             compute(call_with([*own.outside.values()]), tensors, recording)
         programs = [
             compile_graph(*layers.trace(recording, kind)) for kind in range(layers.num_kinds)
         ]
         inputs = (recording.inputs()[0], rows[0], *tensors)
+        writes: Any = getattr(recording.paged, "state_writes", None)
+        held = [own.layers[i][len(own.layers[i]) - layers.num_states(i) :] for i in layers.numbers]
+        states = [part for parts in held for part in parts]
         return cls(
             _Part.of(start, tensors, own.outside, compile_graph),
             layers.of_layers(programs),
             recording.places(),
             _Part.of(end, inputs, own.outside, compile_graph),
+            _compile_writes(states, writes, compile_graph) if states else None,
+            next((i for i, each in enumerate(recording.distinct()) if each is writes), 0),
         )
 
     def __call__(self, tensors: Sequence[torch.Tensor], own: OwnTensors) -> list[torch.Tensor]:
         """Logits ``[rows, vocabulary]``, and hidden states ``[tokens, hidden size]`` if kept."""
         made = self._start(tensors, own.outside)
         hidden = made[0]
+        held: list[torch.Tensor] = []
+        written: list[torch.Tensor] = []
         for layer, places, of_layer in zip(self._layers, self._places, own.layers, strict=True):
             given = (made[place] for place in places[1:])
-            hidden = single(layer(hidden, *given, *of_layer))
+            result = layer(hidden, *given, *of_layer)
+            hidden = single(result)
+            if self._keep is not None and not isinstance(result, torch.Tensor):
+                written += result[1:]
+                held += of_layer[len(of_layer) - len(result) + 1 :]
+        if self._keep is not None:
+            self._keep(made[self._written_at], *held, *written)
         return self._end((hidden, made[-1], *tensors), own.outside)
+
+
+def _compile_writes(
+    states: Sequence[torch.Tensor], places: torch.Tensor, compile_graph: Compile
+) -> Program:
+    """A program that writes new states to ``places`` of all ``states``: nothing else uses these.
+
+    It is given the places, the states, and the new ones.
+    """
+
+    def write(places: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        held, written = tensors[: len(states)], tensors[len(states) :]
+        return [part.index_copy_(0, places, new) for part, new in zip(held, written, strict=True)]
+
+    batch = places.shape[0]
+    new = [part.new_empty((batch, *part.shape[1:])) for part in states]
+    inputs = [places, *states, *new]
+    return compile_graph(make_fx(write, tracing_mode="fake")(*inputs), inputs)
 
 
 @attrs.frozen(eq=False)

@@ -38,6 +38,7 @@ from trencadis.engine.models.paged_context import (
     is_operator,
     paged_tensors,
 )
+from trencadis.kvcache.state_cache import StateCache, StateKey
 
 Program = Callable[..., Any]
 
@@ -67,7 +68,7 @@ class DecoderLayers:
                 "--dtype bfloat16"
             )
         self._block_size = caches.block_size
-        self._caches = [(caches.key(i), caches.value(i)) for i in range(len(layers))]
+        self.use_cache(caches)
         kinds: dict[Any, int] = {}
         self._kinds = [kinds.setdefault(_kind(layer), len(kinds)) for layer in layers]
         self.num_kinds = len(kinds)
@@ -83,14 +84,26 @@ class DecoderLayers:
         self._traced = [_copy(layers[number]) for number in self._examples]
         self._layers = layers
         for number, layer in enumerate(layers):
-            layer.forward = functools.partial(_forward, number, layer.forward)
+            num_results = self.specs[number].results
+            layer.forward = functools.partial(_forward, number, layer.forward, num_results)
+
+    @property
+    def numbers(self) -> range:
+        """Of all layers."""
+        return range(self.num_layers)
 
     def use_cache(self, caches: LayerCaches) -> None:
         """Compute with another cache from now on.
 
-        Only where attention is an operator: there the cache is not an input of a program.
+        Of programs that there are, only where the cache is not an input, or is given with each
+        batch (`CompiledForward`).
         """
-        self._caches = [(caches.key(i), caches.value(i)) for i in range(len(self._weights))]
+        numbers = range(len(self._weights))
+        self._caches = [(caches.key(number), caches.value(number)) for number in numbers]
+        states: StateCache | None = getattr(caches, "states", None)
+        self._states: list[dict[StateKey, torch.Tensor]] = [
+            {} if states is None else states.parts_of(number) for number in numbers
+        ]
 
     def release(self) -> None:
         """Give the layers their own ``forward`` back, so that others can compile them."""
@@ -99,7 +112,8 @@ class DecoderLayers:
 
     def trace(self, recording: Recording, kind: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
         """A layer of a kind as a module, called as in a recorded pass, and its example inputs."""
-        inputs = [*recording.inputs(), *self._own(self._examples[kind], recording.paged)]
+        number = self._examples[kind]
+        inputs = [*recording.inputs(number), *self._own(number, recording.paged)]
         return make_fx(self._example(recording, kind), tracing_mode="fake")(*inputs), inputs
 
     def trace_for_any_tokens(
@@ -127,26 +141,39 @@ class DecoderLayers:
                 traced = make_fx(self._example(recording, kind))(*inputs)
         return None if depends_on_symbols(inputs) else (traced, inputs)
 
-    def _example(self, recording: Recording, kind: int) -> Callable[..., torch.Tensor]:
-        """A layer of a kind as a function of the recorded tensors and of its own."""
-        given = len(recording.inputs())
-        traced = self._traced[kind]
-        names = tuple(tensors_of(traced))
+    def _example(
+        self, recording: Recording, kind: int
+    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
+        """A layer of a kind as a function of the recorded tensors and of its own.
 
-        def run(*tensors: torch.Tensor) -> torch.Tensor:
+        Where it keeps a state, it returns the new one besides, in the order of its parts.
+        """
+        number, traced = self._examples[kind], self._traced[kind]
+        given = len(recording.inputs(number))
+        names = tuple(tensors_of(traced))
+        states, num_results = self._states[number], self.specs[number].results
+
+        def run(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
             own = tensors[given:]
-            caches = self._traced_caches(recording, own[len(names) :])
-            args, kwargs = recording.arguments(iter(tensors[:given]), caches)
+            held = _LayerStates(dict(zip(states, own[len(own) - len(states) :], strict=True)))
+            caches = self._traced_caches(recording, own[len(names) :], held)
+            args, kwargs = recording.arguments(iter(tensors[:given]), caches, number)
             weights = dict(zip(names, own, strict=False))
             result = torch.func.functional_call(traced, weights, args, kwargs)
+            if num_results is not None:
+                result = result[0]
             if not isinstance(result, torch.Tensor):
                 raise ModelError(
                     f"a decoder layer returns {type(result).__name__} where one tensor was "
                     "expected: serve this model without --compile"
                 )
-            return result
+            return (result, *held.written) if held.written else result
 
         return run
+
+    def recording(self) -> Recording:
+        """Records a forward pass up to the last layer."""
+        return Recording(until=self.num_layers - 1, kinds=self._kinds)
 
     def of_layers(self, programs: Sequence[Program]) -> list[Program]:
         """The program of each layer, from that of each kind."""
@@ -180,12 +207,18 @@ class DecoderLayers:
             return self._weights[number]
         prefix_blocks = (paged.prefix_blocks or None) if isinstance(paged, DecodeContext) else None
         caches = (cache[:prefix_blocks] for cache in self._caches[number])
-        return (*self._weights[number], *caches)
+        return (*self._weights[number], *caches, *self._states[number].values())
 
-    def _traced_caches(self, recording: Recording, caches: Sequence[torch.Tensor]) -> LayerCaches:
+    def num_states(self, number: int) -> int:
+        """The parts of a layer's state: so many of its tensors come last."""
+        return len(self._states[number])
+
+    def _traced_caches(
+        self, recording: Recording, caches: Sequence[torch.Tensor], states: _LayerStates
+    ) -> LayerCaches:
         if recording.paged is not None and is_operator(recording.paged):
             return recording.paged.cache
-        return _OneLayer(self._block_size, *caches)
+        return _OneLayer(self._block_size, caches[0], caches[1], states)
 
 
 def depends_on_symbols(inputs: Sequence[torch.Tensor]) -> bool:
@@ -256,33 +289,36 @@ class Recording:
 
     It raises `LayersReached`, so that nothing of the layers runs eagerly. With ``until`` the pass
     ends at this layer, and raises `ModelError` at one to which the model does not pass on what the
-    layer before has returned, or that is given tensors of other forms than the first layer.
-    ``given``: the tensors of each layer that was reached.
+    layer before has returned, or that is given tensors of other forms than the first layer of its
+    kind in ``kinds``. ``given``: the tensors of each layer that was reached; ``calls``: its
+    arguments.
     """
 
     until: int = 0
+    kinds: Sequence[int] = ()
     given: list[list[torch.Tensor]] = attrs.field(factory=list)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = attrs.field(factory=list)
     paged: PagedContext | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = attrs.field(factory=dict)
 
     def __call__(
         self, layer: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self.paged is None:
-            self.paged, self.args, self.kwargs = kwargs["paged"], args, kwargs
-        given, first = layer_inputs(args, kwargs), self.inputs()
+            self.paged = kwargs["paged"]
+        given = layer_inputs(args, kwargs)
+        self.given.append(given)
+        self.calls.append((args, kwargs))
+        first = self.given[self.kinds.index(self.kinds[layer]) if self.kinds else 0]
         forms = [[(tensor.shape, tensor.dtype) for tensor in each] for each in (given, first)]
-        if forms[0] != forms[1] or given[0] is not first[0]:
+        if forms[0] != forms[1] or given[0] is not self.given[0][0]:
             raise ModelError(
                 f"decoder layer {layer} is given other tensors than the first one, beyond rotary "
                 "embeddings of its own, and one program cannot serve both: serve this model "
                 "without --compile"
             )
-        self.given.append(given)
         if layer >= self.until:
             raise LayersReached
-        return first[0]
+        return given[0]
 
     def distinct(self) -> list[torch.Tensor]:
         """Each tensor of the layers once, that of hidden states first."""
@@ -293,17 +329,36 @@ class Recording:
         numbers = {id(x): number for number, x in enumerate(self.distinct())}
         return [tuple(numbers[id(x)] for x in given) for given in self.given]
 
-    def inputs(self) -> list[torch.Tensor]:
-        """The tensors among the recorded arguments."""
-        return layer_inputs(self.args, self.kwargs)
+    def inputs(self, number: int = 0) -> list[torch.Tensor]:
+        """The tensors among the arguments of a layer, or of the first where it was not reached."""
+        return self.given[number if number < len(self.given) else 0]
 
     def arguments(
-        self, tensors: Iterator[torch.Tensor], caches: LayerCaches
+        self, tensors: Iterator[torch.Tensor], caches: LayerCaches, number: int = 0
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The recorded arguments with their tensors replaced by ``tensors``, in order."""
-        args = tuple(_replaced(value, tensors, caches) for value in self.args)
-        kwargs = {name: _replaced(value, tensors, caches) for name, value in self.kwargs.items()}
-        return args, kwargs
+        """The arguments with their tensors replaced by ``tensors``, in order: see `inputs`."""
+        args, kwargs = self.calls[number if number < len(self.calls) else 0]
+        replaced = tuple(_replaced(value, tensors, caches) for value in args)
+        named = {name: _replaced(value, tensors, caches) for name, value in kwargs.items()}
+        return replaced, named
+
+
+@attrs.frozen(eq=False)
+class _LayerStates:
+    """The state of the layer that is being traced, and what it writes. Ignores the layer index."""
+
+    parts: dict[StateKey, torch.Tensor]
+    written: list[torch.Tensor] = attrs.field(factory=list)
+
+    def part(self, layer: int, key: StateKey) -> torch.Tensor:
+        del layer
+        return self.parts[key]
+
+    def write(self, layer: int, key: StateKey, places: torch.Tensor, states: torch.Tensor) -> None:
+        """Kept for the end of the forward pass: a program that reads a tensor copies it whole to
+        change a part."""
+        del layer, key, places
+        self.written.append(states)
 
 
 @attrs.frozen(eq=False)
@@ -313,6 +368,7 @@ class _OneLayer:
     block_size: int
     keys: torch.Tensor
     values: torch.Tensor
+    states: _LayerStates
 
     def key(self, layer: int) -> torch.Tensor:
         del layer
@@ -323,9 +379,15 @@ class _OneLayer:
         return self.values
 
 
-def _forward(number: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    number: int, own: Callable[..., Any], num_results: int | None, *args: Any, **kwargs: Any
+) -> Any:
+    """``num_results``: the length of the tuple that the layer returns, see `LayerSpec`."""
     run: LayerRun | None = kwargs["paged"].layer_run
-    return own(*args, **kwargs) if run is None else run(number, own, args, kwargs)
+    if run is None:
+        return own(*args, **kwargs)
+    hidden = run(number, own, args, kwargs)
+    return hidden if num_results is None else (hidden, *[None] * (num_results - 1))
 
 
 def layer_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

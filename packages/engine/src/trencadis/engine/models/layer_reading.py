@@ -36,6 +36,7 @@ from trencadis.engine.models.layer_spec import (
     features_of,
 )
 from trencadis.engine.models.real_rotary import use_real_rotary
+from trencadis.engine.models.state_functions import functions_of
 from trencadis.engine.models.state_layers import CONV, RECURRENT, cache_argument
 from trencadis.kvcache.state_cache import StateKey, StateShape
 
@@ -64,7 +65,9 @@ def read_layers(config: PreTrainedConfig, name: str) -> tuple[LayerSpec, ...]:
         raise ModelError(
             f"no model can be made of the config.json of {name}: {reason_of(error)}"
         ) from error
-    return tuple(map(_of_layer, calls, types, [text] * len(types)))
+    return tuple(
+        _of_layer(of_layer, each, text) for (of_layer, _), each in zip(calls, types, strict=True)
+    )
 
 
 def _read_with_states(
@@ -81,7 +84,7 @@ def _read_with_states(
         return named
     layers = []
     for number, layer_type in enumerate(types):
-        state, of_layer = states.of_layer(number), calls[number]
+        state, (of_layer, known) = states.of_layer(number), calls[number]
         only_attends = layer_type in _ATTENTION_TYPES
         if only_attends and states.attends(number) and not of_layer:
             raise _own_attention(model)
@@ -91,7 +94,7 @@ def _read_with_states(
             layer = LayerSpec.of_kind(ATTENTION)
         else:
             layer = named[number]
-        layers.append(attrs.evolve(layer, **state))
+        layers.append(attrs.evolve(layer, **known, **state))
     return tuple(layers)
 
 
@@ -133,6 +136,7 @@ class StateNotes(DynamicCache):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
         self._modules: dict[int, str] = {}
+        self._functions: dict[str, frozenset[str]] = {}
         self._running = ""
 
     def watch(self, model: Any) -> None:
@@ -143,6 +147,7 @@ class StateNotes(DynamicCache):
 
         def enter(module: nn.Module, _: Any) -> None:
             self._running = type(module).__name__
+            self._functions[self._running] = functions_of(module)
 
         def leave(module: Any, _: Any, result: Any) -> None:
             number = module.layer_idx
@@ -194,7 +199,9 @@ class StateNotes(DynamicCache):
             for index, state in states.items()
             if state is not None
         ]
-        return {"states": tuple(shapes), "state_module": self._modules[number]}
+        module = self._modules[number]
+        functions = self._functions[module]
+        return {"states": tuple(shapes), "state_module": module, "state_functions": functions}
 
 
 def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
@@ -224,19 +231,29 @@ def _own_attention(model: nn.Module) -> ModelError:
     )
 
 
-def _calls(model: Any, num_layers: int, states: StateNotes | None) -> list[list[LayerSpec]]:
-    """For each layer, the calls of attention in a forward pass.
+def _calls(
+    model: Any, num_layers: int, states: StateNotes | None
+) -> list[tuple[list[LayerSpec], dict[str, Any]]]:
+    """For each layer, the calls of attention in a forward pass, and fields that are not of these.
 
     ``states``: the cache of a model with layers that may keep a state. transformers does not say of
     these whether their attention can be replaced: those that call it there are found.
     """
     calls: list[list[LayerSpec]] = [[] for _ in range(num_layers)]
+    facts: list[dict[str, Any]] = [{} for _ in range(num_layers)]
     arguments: dict[str, Any] = {"use_cache": False}
     if states is not None:
         states.watch(model)
         arguments = {"use_cache": True, str(cache_argument(model.forward)): states}
     elif not getattr(model, "_supports_attention_backend", False):
         raise _own_attention(model)
+    results: dict[nn.Module, int | None] = {}
+
+    def note_results(layer: nn.Module, _: Any, result: Any) -> None:
+        results[layer] = len(result) if isinstance(result, tuple) else None
+
+    for layer in decoder_layers(model):
+        layer.register_forward_hook(note_results)
     with torch.device("meta"), torch.inference_mode():
         model(
             input_ids=torch.zeros(1, 2, dtype=torch.long),
@@ -248,8 +265,11 @@ def _calls(model: Any, num_layers: int, states: StateNotes | None) -> list[list[
     complex_rotary = any(getattr(module, "gives_complex", False) for module in model.modules())
     for number, layer in enumerate(decoder_layers(model)[:num_layers]):
         known: dict[str, Any] = {"experts": _num_experts(layer), "complex_rotary": complex_rotary}
-        calls[number] = [attrs.evolve(call, **known) for call in calls[number]]
-    return calls
+        facts[number] = {**known, "results": results.get(layer)}
+    return [
+        ([attrs.evolve(call, **known) for call in of_layer], known)
+        for of_layer, known in zip(calls, facts, strict=True)
+    ]
 
 
 def _compute_on_host(rotary: Any) -> None:

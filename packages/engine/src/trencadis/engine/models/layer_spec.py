@@ -45,7 +45,9 @@ class LayerSpec(LayerShape):
 
     ``complex_rotary``: its rotary embedding is of complex numbers, also after `use_real_rotary`.
     ``experts``: those of its feed-forward part, 0 for one that computes with all weights.
-    ``state_module``: the class of the module that computes with ``states``.
+    ``state_module``: the class of the module that computes with ``states``. ``state_functions``:
+    the functions of transformers that this one calls for it.
+    ``results``: the length of the tuple that it returns, None for hidden states alone.
     ``arguments``: how the model's code asks for these features (`features_of`).
     """
 
@@ -63,6 +65,8 @@ class LayerSpec(LayerShape):
     complex_rotary: bool = False
     experts: int = 0
     state_module: str = ""
+    state_functions: frozenset[str] = frozenset()
+    results: int | None = None
     arguments: Mapping[str, Any] = attrs.field(factory=dict, eq=False, repr=False)
 
     @classmethod

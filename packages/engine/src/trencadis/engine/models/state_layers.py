@@ -8,21 +8,35 @@ each of its tokens.
 
 A forward pass reads the slots of the states and keeps the new states apart, until
 `StateLayers.commit`: a pass that fails, or is repeated for fewer sequences, has changed nothing.
+
+On a device whose graphs have static shapes, all sequences of a batch share one call, in rows that
+are padded, with the functions of `state_functions`. Where states are read and written are tensors
+of the batch (`StateTensors`), and each slot has two places (`StateCache`): the layer writes the one
+that it does not read, and `StateLayers.commit` makes it the one to read.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
+import numpy as np
 import torch
 from torch import nn
 
 from trencadis.engine.errors import ModelError
+from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.paged_context import PagedContext
+from trencadis.engine.models.state_functions import (
+    StaticFunctions,
+    functions_of,
+    with_functions,
+)
 from trencadis.kvcache import PADDING_SLOT
 from trencadis.kvcache.state_cache import StateCache, StateKey, StateShape
 
@@ -51,6 +65,22 @@ class StateRow(NamedTuple):
     num_tokens: int
     slot: int = PADDING_SLOT
     is_first: bool = True
+
+
+class StateTensors(NamedTuple):
+    """Where the padded rows of a batch read and write their states: each ``[rows]``, int64.
+
+    ``reads``, ``writes``: places in the tensors of a `StateCache`. ``tokens``: of each row.
+    """
+
+    reads: torch.Tensor
+    writes: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, places: torch.Tensor) -> StateTensors:
+        """From `StateLayers.places`."""
+        return cls(*torch.split(places.long(), places.shape[0] // 3))
 
 
 @attrs.frozen(eq=False)
@@ -87,6 +117,12 @@ class StateLayers:
         self._cache: StateCache | None = None
         self._parts: list[_Part] = []
         self._kept: list[tuple[int, torch.Tensor, Mapping[StateKey, torch.Tensor]]] = []
+        self._advanced: list[int] = []
+        self._functions = StaticFunctions()
+        self._modules: list[tuple[int, Any, str]] = []
+        self._model = weakref.ref(model)
+        self.paged: PagedContext | None = None
+        """That of the forward pass, in static shapes."""
         config: Any = model.config
         hidden = torch.ones(1, 2, config.get_text_config(decoder=True).hidden_size, dtype=dtype)
         by_tokens: dict[str, bool] = {}
@@ -101,6 +137,7 @@ class StateLayers:
                 by_tokens[name] = _ignores_sums(module, argument, self._shapes[number], hidden)
             of_layer = (number, module.forward, argument, by_tokens[name])
             module.forward = functools.partial(self._forward, *of_layer)
+            self._modules.append((number, module, argument))
             found.add(number)
         for number in self._shapes.keys() - found:
             raise ModelError(
@@ -108,19 +145,69 @@ class StateLayers:
                 "serve another model"
             )
 
+    def __deepcopy__(self, _: Any) -> StateLayers:
+        """Itself: a copied layer, for a trace, is one of the same model."""
+        return self
+
+    def use_static_shapes(self) -> None:
+        """Compute padded rows from now on, with `StaticFunctions` where layers call others.
+
+        For layers whose functions it has (`are_static`).
+        """
+        for number, module, argument in self._modules:
+            own = with_functions(module, self._functions.in_place_of(functions_of(module)))
+            module.forward = functools.partial(self._forward_static, number, own, argument)
+        model: Any = self._model()
+        for layer in decoder_layers(model):
+            layer.register_forward_pre_hook(self._pass_on, with_kwargs=True)
+
+    def _pass_on(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Some models do not pass on to their layers what they are called with."""
+        return None if "paged" in kwargs else (args, {**kwargs, "paged": self.paged})
+
     def use_cache(self, cache: StateCache | None) -> None:
         """Read and keep states there from now on."""
         self._cache = cache
         self.drop()
 
     def begin(self, rows: Sequence[StateRow]) -> None:
-        """The next forward pass has these sequences. Tokens of none of them are padding."""
+        """The next forward pass has these sequences. Tokens of none of them are padding.
+
+        Not for static shapes: see `StateTensors`.
+        """
         singles = [row for row in rows if row.num_tokens == 1]
         self._parts = [_Part.of(singles)] if singles else []
         self._parts += [_Part.of([row]) for row in rows if row.num_tokens > 1]
 
+    def places(self, rows: Sequence[StateRow], batch: int) -> torch.Tensor:
+        """The `StateTensors` of a batch of these sequences and so many rows: int32 ``[3 * batch]``.
+
+        Other rows read and write the slot of padding, whose first place stays zero.
+        """
+        numbers = np.zeros((3, batch), np.int32)
+        if self._cache is not None:
+            slots = [row.slot for row in rows]
+            padding = self._cache.next_places([PADDING_SLOT] * (batch - len(rows)))
+            reads = self._cache.places(slots)
+            numbers[0, : len(rows)] = [
+                PADDING_SLOT if row.is_first else place
+                for row, place in zip(rows, reads, strict=True)
+            ]
+            numbers[1] = [*self._cache.next_places(slots), *padding]
+        numbers[2, : len(rows)] = [row.num_tokens for row in rows]
+        return torch.from_numpy(numbers.reshape(-1))
+
+    def note(self, rows: Sequence[StateRow]) -> None:
+        """The next forward pass writes the states of these sequences."""
+        self._advanced += [row.slot for row in rows]
+
     def commit(self) -> None:
         """Keep the new states of the forward passes since the last call of this or of `drop`."""
+        if self._cache is not None:
+            self._cache.advance(self._advanced)
+        self._advanced.clear()
         kept, self._kept = self._kept, []
         for layer, slots, states in kept:
             for key, state in states.items():
@@ -130,6 +217,34 @@ class StateLayers:
     def drop(self) -> None:
         """Forget the new states: the passes have failed, or served no sequence."""
         self._kept.clear()
+        self._advanced.clear()
+
+    def _forward_static(
+        self,
+        layer: int,
+        own: Callable[..., torch.Tensor],
+        argument: str,
+        hidden_states: torch.Tensor,
+        *_: Any,
+        paged: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        """As `_forward`, for the rows of ``paged``: ``[1, rows * tokens, hidden size]``."""
+        rows = hidden_states.view(paged.state_reads.shape[0], -1, hidden_states.shape[2])
+        lengths = paged.state_tokens if rows.shape[1] > 1 else None
+        cache = paged.cache.states
+        states = LayerStates(
+            {
+                shape.key: cache.part(layer, shape.key).index_select(0, paged.state_reads)
+                for shape in self._shapes[layer]
+            },
+            lengths,
+        )
+        self._functions.lengths = lengths
+        result = own(rows, **{argument: states})
+        for key, state in states.states.items():
+            cache.write(layer, key, paged.state_writes, state)
+        return result.reshape(hidden_states.shape)
 
     def _forward(
         self,
@@ -175,13 +290,17 @@ class StateLayers:
 class LayerStates:
     """What transformers' module of a layer takes for its cache: the states of some sequences.
 
-    ``states``: each part of them, ``[sequences, ...]``; new ones once the module was called. The
+    ``states``: each part of them, ``[sequences, ...]``; new ones once the module was called.
+    ``lengths``: the tokens of each sequence, where rows have padding behind them. The
     methods are those of ``transformers.cache_utils.Cache`` that such modules call. A sequence
     without tokens before has states of zeros, which compute what no states would.
     """
 
-    def __init__(self, states: dict[StateKey, torch.Tensor]) -> None:
+    def __init__(
+        self, states: dict[StateKey, torch.Tensor], lengths: torch.Tensor | None = None
+    ) -> None:
         self.states = states
+        self._lengths = lengths
 
     def is_recording_past(self, layer_idx: int) -> bool:
         del layer_idx
@@ -205,7 +324,13 @@ class LayerStates:
         del layer_idx
         key = StateKey(CONV, state_idx)
         known = torch.cat((self.states[key], conv_states), dim=-1)
-        self.states[key] = known[..., -self.states[key].shape[-1] :]
+        width = self.states[key].shape[-1]
+        if self._lengths is None:
+            self.states[key] = known[..., -width:]
+        else:
+            last = self._lengths.unsqueeze(1) + torch.arange(width, device=known.device)
+            places = last.unsqueeze(1).expand(-1, known.shape[1], -1)
+            self.states[key] = torch.gather(known, 2, places)
         return known
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:

@@ -297,7 +297,7 @@ class BatchBuilder:
         """A batch with the slots of its tokens' adapters, and of its sequences' states."""
         if self._forward_runner.states is not None:
             rows = state_rows(sequences, packed.shape)
-            packed = attrs.evolve(packed, state_rows=rows)
+            packed = self._forward_runner.with_states(attrs.evolve(packed, state_rows=rows))
         return self._with_adapters(packed, sequences)
 
     def _with_adapters(self, packed: ModelInput, sequences: Scheduled) -> ModelInput:
@@ -372,11 +372,12 @@ class BatchBuilder:
         cache, upload = self._cache, self._upload
         words = self._sampler.words((), shape.batch)
         if isinstance(shape, PromptShape | RaggedShape):
-            return self._with_adapters(build_prompt((), shape, cache, upload, words), ())
+            packed = build_prompt((), shape, cache, upload, words)
+            return self._with_adapters(self._forward_runner.with_states(packed), ())
         layout = lay_out_decodes((), shape.blocks, cache.block_size, shape.shared)
         ids = self._sampler.sampled_ids
         packed = build_decode((), layout, shape, cache, upload, words, ids)
-        return self._with_adapters(packed, ())
+        return self._with_adapters(self._forward_runner.with_states(packed), ())
 
     def smallest_dummy(self) -> ModelInput:
         """The dummy batch of the smallest decode bucket."""

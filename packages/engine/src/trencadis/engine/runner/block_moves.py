@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from trencadis.engine.devices import Device
 from trencadis.kvcache import (
     PADDING_BLOCK,
+    PADDING_SLOT,
     PLAN_SIZES,
     BlockCopy,
     CopyPlan,
@@ -49,7 +50,7 @@ def copy_states(
     seconds = dict(swap_s)
     for direction, copies in moves:
         began = time.perf_counter()
-        states.carry_out([(direction, copies)])
+        _copy_batch(direction, copies, states, device)
         if direction is not Direction.WITHIN:
             device.synchronize()
             elapsed = time.perf_counter() - began
@@ -75,10 +76,23 @@ def warm_up_copies(cache: KVCache, device: Device, defrag: DefragConfig) -> None
         for size in PLAN_SIZES:
             _copy_batch(direction, [padding] * size, cache, device)
     cache.wait()
+    if cache.states is not None:
+        _warm_up_states(cache.states, device)
+
+
+def _warm_up_states(states: StateCache, device: Device) -> None:
+    """Copy states in each plan size that has as many copies as there are slots, or fewer."""
+    all_slots = [BlockCopy(PADDING_SLOT, PADDING_SLOT)] * states.num_slots
+    largest = max(len(piece) for piece in split_to_plan_sizes(all_slots))
+    for direction in Direction:
+        if direction is Direction.WITHIN or states.num_host_slots:
+            for size in PLAN_SIZES[: PLAN_SIZES.index(largest) + 1]:
+                padding = [BlockCopy(PADDING_SLOT, PADDING_SLOT)] * size
+                _copy_batch(direction, padding, states, device)
 
 
 def _copy_batch(
-    direction: Direction, copies: Sequence[BlockCopy], cache: KVCache, device: Device
+    direction: Direction, copies: Sequence[BlockCopy], cache: KVCache | StateCache, device: Device
 ) -> None:
     """Carry out one batch of copies; on a device that compiles shapes, in warmed-up sizes."""
     pieces = [copies] if device.dynamic_shapes else split_to_plan_sizes(copies)

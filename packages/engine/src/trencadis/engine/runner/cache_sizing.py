@@ -176,6 +176,7 @@ class CacheSizing:
                 dtype=self._state_dtype,
                 device=place or self._device.torch_device,
                 num_host_slots=self.num_host_state_slots(num_host_blocks),
+                is_double=self._device.static_states,
             )
         return KVCache(
             layers=self._layers,
@@ -248,6 +249,7 @@ class CacheSizing:
                 batch = build_decode((), layout, shape, cache, upload)
             else:
                 batch = build_prompt((), shape, cache, upload)
+            batch = forward_runner.with_states(batch)
             if adapters is not None:
                 slots = torch.from_numpy(adapter_slots((), shape, {}))
                 batch = attrs.evolve(batch, adapter_slots=upload(slots))
@@ -290,8 +292,10 @@ class CacheSizing:
 
     def _plan_memory(self, free_memory: int) -> MemoryPlan:
         settings = self._config.graphs
-        # A step keeps the new states beside those that it has read.
-        of_states = (self.num_state_slots + self._config.max_num_seqs) * self.state_bytes
+        # A step keeps the new states beside those that it has read, or in second places.
+        places = 2 if self._device.static_states else 1
+        num_states = places * self.num_state_slots + self._config.max_num_seqs
+        of_states = num_states * self.state_bytes
         if of_states and of_states >= free_memory:
             raise ConfigError(
                 f"the states of max_num_seqs {self._config.max_num_seqs} sequences take "

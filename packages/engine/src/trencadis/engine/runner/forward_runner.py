@@ -227,6 +227,13 @@ class ForwardRunner:
         if self._layers is not None:
             self._layers.use_cache(cache)
 
+    def with_states(self, batch: ModelInput) -> ModelInput:
+        """A batch with the places of its states, where the device has them as tensors."""
+        if self.states is None or not self._device.static_states:
+            return batch
+        places = self.states.places(batch.state_rows, batch.shape.batch)
+        return attrs.evolve(batch, state_places=self._device.upload(places))
+
     def _use_states(self, cache: KVCache) -> None:
         if self.states is not None:
             self.states.use_cache(cache.states)
@@ -379,6 +386,8 @@ class ForwardRunner:
             computed = self._compute(batch)
         else:
             computed = graph.replay(batch.inputs)
+        if self.states is not None and batch.state_places is not None:
+            self.states.note(batch.state_rows)
         self._device.mark_step()
         logits, *hidden = computed
         return ForwardOutput(logits, words, *hidden)
@@ -395,7 +404,13 @@ class ForwardRunner:
         if self.adapters is not None and tensors.adapter_slots is not None:
             rows = self.adapters.rows_of(tensors.adapter_slots)
             paged = attrs.evolve(paged, adapter_rows=rows)
-        if self.states is not None:
+        is_static = tensors.states is not None
+        if self.states is not None and tensors.states is not None:
+            reads, writes, tokens = tensors.states
+            places: Any = {"state_reads": reads, "state_writes": writes, "state_tokens": tokens}
+            paged = attrs.evolve(paged, **places)
+            self.states.paged = paged
+        elif self.states is not None:
             self.states.begin(batch.state_rows or dummy_rows(batch.shape))
         out = (model or self._model)(
             input_ids=tensors.token_ids,
@@ -404,8 +419,10 @@ class ForwardRunner:
             logits_to_keep=tensors.logit_rows,
             paged=paged,
         )
-        if self.states is not None and not batch.state_rows:
-            self.states.drop()
+        if self.states is not None:
+            self.states.paged = None
+            if not (is_static or batch.state_rows):
+                self.states.drop()
         logits: torch.Tensor = out.logits[0].float()
         hidden = take_last_hidden()
         return (logits,) if hidden is None else (logits, hidden[0])

@@ -26,7 +26,7 @@ from trencadis.engine.models.paged_context import (
     RaggedChunk,
     RaggedContext,
 )
-from trencadis.engine.models.state_layers import StateRow
+from trencadis.engine.models.state_layers import StateRow, StateTensors
 from trencadis.engine.runner.shapes import (
     DecodeShape,
     ForwardShape,
@@ -49,7 +49,7 @@ the square of a long prompt: 17 GB for 131,072 tokens."""
 Upload = Callable[[torch.Tensor], torch.Tensor]
 """`Device.upload`."""
 
-_INPUTS = ("packed", "sampled_ids", "adapter_slots")
+_INPUTS = ("packed", "sampled_ids", "adapter_slots", "state_places")
 """The tensors of a `ModelInput` that differ between two batches of a shape."""
 
 
@@ -58,7 +58,8 @@ class ModelTensors:
     """The input of one forward pass: token ids ``[1, T]``, position ids ``[1, T]``, logit rows.
 
     ``logit_rows`` has one entry per row of the padded batch: the index of the token whose logits
-    are computed. ``adapter_slots``: ``[T]``, see `ModelInput`.
+    are computed. ``adapter_slots``: ``[T]``, see `ModelInput`. ``states``: where the states of the
+    rows are, in static shapes; else None.
     """
 
     token_ids: torch.Tensor
@@ -66,6 +67,7 @@ class ModelTensors:
     logit_rows: torch.Tensor
     paged: PagedContext
     adapter_slots: torch.Tensor | None = None
+    states: StateTensors | None = None
 
 
 @attrs.frozen(eq=False)
@@ -77,6 +79,7 @@ class ModelInput:
     decode stands for that in slot n of ``sampled_ids``, see `Sampler`. ``adapter_slots``: int32
     ``[T]``, the slot of each token's adapter, 0 for none; None where no token has one.
     ``state_rows``: where its sequences are, for layers that keep a state; none in a dummy batch.
+    ``state_places``: int32, see `StateLayers.places`; None where the host alone knows the rows.
     """
 
     shape: ForwardShape
@@ -87,6 +90,7 @@ class ModelInput:
     sampled_ids: torch.Tensor | None = None
     adapter_slots: torch.Tensor | None = None
     state_rows: Sequence[StateRow] = ()
+    state_places: torch.Tensor | None = None
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -122,6 +126,7 @@ class ModelInput:
             views["logit_rows"],
             context,
             self.adapter_slots,
+            None if self.state_places is None else StateTensors.of(self.state_places),
         )
 
     def sampler_words(self) -> torch.Tensor:

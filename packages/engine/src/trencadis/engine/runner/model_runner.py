@@ -210,7 +210,8 @@ class ModelRunner:
                 pending.swap_s = copy_blocks(step.moves, self._cache, self._device)
         if step.state_moves and self._cache.states is not None:
             states = self._cache.states
-            pending.swap_s = copy_states(step.state_moves, states, self._device, pending.swap_s)
+            with self.forward_runner.count_compilations("state copy"):
+                pending.swap_s = copy_states(step.state_moves, states, self._device, pending.swap_s)
         if step.adapter_slots and self._adapters is not None:
             self._adapters.place(step.adapter_slots)
         if step.decodes or step.prompts:

@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import torch
@@ -433,16 +434,15 @@ class Worker:
         """Raise `ConfigError` for settings that layers with a state are not computed under yet."""
         if not any(layer.states for layer in self.spec.layers):
             return
-        for setting, value in (
-            ("compile", False),
-            ("enable_lora", False),
-            ("tensor_parallel_size", 1),
-        ):
+        refused: list[tuple[str, Any]] = [("enable_lora", False), ("tensor_parallel_size", 1)]
+        if not self.device.static_states:
+            refused.append(("compile", False))
+        for setting, value in refused:
             found = getattr(self.config, setting)
             if found not in (value, None):
                 raise ConfigError(
-                    f"{setting} {found} does not work with layers that keep a state, which "
-                    f"{self.spec.source} has, yet: leave it out",
+                    f"{setting} {found} does not work with layers that keep a state on "
+                    f"{self.device.name}, which {self.spec.source} has, yet: leave it out",
                     setting,
                 )
 

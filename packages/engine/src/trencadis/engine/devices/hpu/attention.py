@@ -48,6 +48,7 @@ class PromptRows(PagedContext):
     ``slots``: ``[B * Q]``, the row of the cache that each token writes. Without context,
     ``lengths`` is ``[B]`` int32, the tokens of each chunk. With context, ``context_blocks`` is
     ``[B * C]``, and ``bias`` is ``[B, 1, Q, C * S + Q]`` in the model's dtype.
+    ``state_reads``, ``state_writes``, ``state_tokens``: see `StateTensors`.
     """
 
     cache: LayerCaches
@@ -60,6 +61,9 @@ class PromptRows(PagedContext):
     layer_run: LayerRun | None = None
     positions: torch.Tensor | None = None
     adapter_rows: torch.Tensor | None = None
+    state_reads: torch.Tensor | None = None
+    state_writes: torch.Tensor | None = None
+    state_tokens: torch.Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -74,7 +78,8 @@ class DecodeRows(PagedContext):
     fp32, and ``owners`` and ``mapping`` go on with the B sequences for each part of the P blocks.
 
     ``starts`` and ``shared_starts``: as in `DecodeContext`. ``queries_at``: ``[N + E]``, the
-    position of the query that reads the block.
+    position of the query that reads the block. ``state_reads``, ``state_writes``,
+    ``state_tokens``: see `StateTensors`.
     """
 
     cache: LayerCaches
@@ -92,6 +97,9 @@ class DecodeRows(PagedContext):
     shared_starts: torch.Tensor | None = None
     queries_at: torch.Tensor | None = None
     adapter_rows: torch.Tensor | None = None
+    state_reads: torch.Tensor | None = None
+    state_writes: torch.Tensor | None = None
+    state_tokens: torch.Tensor | None = None
 
 
 class RowAttention:

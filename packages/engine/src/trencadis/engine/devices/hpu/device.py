@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import fx, nn
 
@@ -32,6 +33,8 @@ from trencadis.engine.models.loader import ModelSpec
 from trencadis.engine.models.packed_weight import WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention
 from trencadis.engine.models.rank_modules import least_over_ranks
+from trencadis.engine.models.state_functions import are_static
+from trencadis.engine.models.state_layers import state_layers_of
 from trencadis.scheduler import SchedulerError
 from trencadis.scheduler.telemetry import HlmlSource
 
@@ -55,6 +58,7 @@ class HPUDevice(Device):
     exponential_grid = True
     compiles_forward = True
     counts_missing = True
+    static_states = True
     collectives = "hccl"
     temperature_source = "hlml"
 
@@ -114,6 +118,8 @@ class HPUDevice(Device):
     def supports(self, layer: LayerSpec) -> str | None:
         if layer.complex_rotary:  # «Complex datatype is not supported on HPU device.», the bridge
             return "has a rotary embedding of complex numbers, which hpu does not have"
+        if are_static(layer.state_functions):
+            layer = attrs.evolve(layer, states=())
         return super().supports(layer)
 
     def weight_use(self, form: WeightFormat) -> WeightUse:
@@ -180,6 +186,8 @@ class HPUDevice(Device):
         recipe of the whole model would be compiled for each bucket.
         """
         use_static_experts(model, self.torch_device)
+        if (states := state_layers_of(model)) is not None:
+            states.use_static_shapes()
         kernels = use_fused_kernels(model, self.torch_device, self._softmax_mode)
         self.attention = RowAttention(kernels)
         if self._bridge.lazy:
