@@ -29,7 +29,15 @@ real one, without the tests that need what the stand-in counts."""
 _WITHOUT_DEVICE = (
     *("channel", "cpu_threads", "detokenizer", "doctor", "heat", "heat_switches", "line_process"),
     "multi_model_config",
-    *("native_kernel", "ranks", "request_stream", "rotary", "sampling_params", "simulated_cli"),
+    *(
+        "native_kernel",
+        "rank_faults",
+        "ranks",
+        "request_stream",
+        "rotary",
+        "sampling_params",
+        "simulated_cli",
+    ),
     *("simulated_costs", "simulated_published", "simulated_runner", "simulation", "validators"),
 )
 """What they test uses no device, so a session on another one would only repeat them."""

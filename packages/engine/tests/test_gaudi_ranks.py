@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from model_families import save_family
 from request_mix import GREEDY, SMALL, serve
 from test_ranks import assert_equal, start, ways  # noqa: F401  (a fixture)
 
 from trencadis.engine import DeviceError, EngineConfig, EngineCore
+from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.ipc.messages import BUSY_SECONDS
 from trencadis.kvcache import DefragConfig
@@ -71,6 +73,12 @@ def test_gaudis_with_other_memory_capture_the_same_graphs(
         switcher.sleep(1)
         switcher.wake_up()
         assert_equal(serve(core, [GREEDY]), expected)
+        first = core.config
+        other = attrs.evolve(first, max_num_seqs=4)
+        for config, was_in_memory in ((other, False), (first, True), (other, True)):
+            result = switcher.reconfigure_engine(config_payload(config), 1 << 30)
+            assert result.from_stash is was_in_memory
+            assert_equal(serve(core, [GREEDY]), expected)
 
 
 def test_gaudis_may_compile_in_live_traffic_for_longer_than_a_step_takes(

@@ -127,6 +127,7 @@ def test_what_compiles_after_another_rank_has_failed_is_not_waited_for(
     told: list[str] = []
     processes: Any = RankProcesses.__new__(RankProcesses)
     processes._failure, processes._cold, processes._on_cold = "", set(), told.append
+    processes._limit_s, processes._stopped_since = LIMIT_SECONDS, {}
     processes._unread, processes._end = {1: {}}, lambda: None
     processes._processes = [SimpleNamespace(pid=1, poll=lambda: None)] * 2
     processes._connections = [ours for ours, _ in pairs]

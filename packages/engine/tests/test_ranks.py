@@ -39,14 +39,15 @@ from trencadis.engine import (
     RankError,
     SamplingParams,
     StructuredOutput,
+    SwitchFailedError,
 )
+from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import device, tiled_linear
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.tiled_linear import TiledLinear, load_linear_kernel
 from trencadis.engine.front import core_supervisor
-from trencadis.engine.front.multi_model_config import ModelEntry
 from trencadis.engine.models.loader import inspect_model, load_model
 from trencadis.engine.models.rank_loading import divide
 from trencadis.engine.models.rank_part import RankPart
@@ -136,14 +137,26 @@ def test_two_ranks_serve_what_one_process_serves(
     assert processes.num_messages - messages == core.stats.num_steps - steps
     assert processes.num_bytes / processes.num_messages < 4096
 
-    # Sleep and wake, and what is not possible leaves the model as it is.
+    # Sleep and wake, another model and back, and what is not possible leaves the model as it is.
     switcher = ModelSwitcher(core)
     switcher.sleep(1)
     switcher.wake_up()
     expected = serve(alone, [GREEDY])
     assert_equal(serve(core, [GREEDY]), expected)
-    with pytest.raises(ConfigError, match="does not work with a switch of models yet"):
-        core.executor.check(core.config)
+    first = core.config
+    other = make_tiny_model(tmp_path / "other", vocab_size=321, num_key_value_heads=6)
+    second = attrs.evolve(first, model=str(other), block_size=16)
+    missing = attrs.evolve(second, model=str(tmp_path / "missing"))
+    whole = EngineCore(attrs.evolve(second, tensor_parallel_size=1))
+    whole.warm_up()
+    for is_in_memory in (False, True):
+        assert _switched(switcher, second).from_stash is is_in_memory
+        assert_equal(serve(core, [GREEDY]), serve(whole, [GREEDY]))
+        with pytest.raises(SwitchFailedError, match="there is no directory") as caught:
+            _switched(switcher, missing)
+        assert (caught.value.step, caught.value.active) == ("load", second.name)
+        assert _switched(switcher, first).from_stash
+        assert_equal(serve(core, [GREEDY]), expected)
 
     # A rank that ends while nothing is served is noticed, and no other is left.
     ranks = [psutil.Process(pid) for pid in processes.pids]
@@ -152,6 +165,10 @@ def test_two_ranks_serve_what_one_process_serves(
     assert not any(rank.is_running() for rank in ranks)
     with pytest.raises(RankError, match="all ranks were ended"):
         core.executor.probe()
+
+
+def _switched(switcher: ModelSwitcher, config: EngineConfig, stash_bytes: int = 1 << 30) -> Any:
+    return switcher.reconfigure_engine(config_payload(config), stash_bytes)
 
 
 def _error_of_stats(core: EngineCore) -> str:
@@ -191,8 +208,6 @@ def test_one_process_alone_never_takes_the_setting(tiny_model: Path) -> None:
     config = EngineConfig(model=str(tiny_model), tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="for serving alone"):
         InProcessExecutor(config, records=False)
-    with pytest.raises(ConfigError, match="switches of models"):
-        ModelEntry("a", config)
 
 
 @pytest.mark.slow
@@ -309,6 +324,46 @@ def test_ranks_multiply_alike_what_each_computes_whole(
     has_kernel = any(isinstance(module, TiledLinear) for module in model.modules())
     assert has_kernel == (agreed >= 0)
     assert agreed < 0 or tiled_linear._KERNELS[torch.bfloat16].widens is bool(agreed)
+
+
+@pytest.mark.slow
+def test_a_model_that_ranks_cannot_serve_is_rejected_before_a_switch(
+    tiny_model: Path, tmp_path: Path, start: Callable[..., EngineCore]
+) -> None:
+    core = start(tiny_model)
+    switcher = ModelSwitcher(core)
+    for family, size, reason in (
+        ("Phi-3", 2, "its plan divides modules in ways that are not supported"),
+        ("Llama", 3, "tensor_parallel_size is 3 for .* and 2 for"),
+    ):
+        changes = {"model": str(save_family(family, tmp_path / family))}
+        other = attrs.evolve(core.config, **changes, tensor_parallel_size=size)
+        with pytest.raises((ConfigError, ModelError), match=reason):
+            switcher.check(config_payload(other))
+    assert not core.is_asleep
+    assert serve(core, [GREEDY], 1)
+
+
+@pytest.mark.slow
+def test_all_ranks_keep_the_weights_or_none_does(
+    tmp_path: Path, make_tiny_model: Callable[..., Path], start: Callable[..., EngineCore]
+) -> None:
+    """An odd vocabulary: rank 0 has a row more, so a limit may be between the sizes of both."""
+    models = [make_tiny_model(tmp_path / name, vocab_size=259) for name in "ab"]
+    core = start(models[0])
+    first, switcher = core.config, ModelSwitcher(core)
+    second = attrs.evolve(first, model=str(models[1]))
+    dropped, kept, row = 0, 1 << 20, 48 * 4
+    while kept - dropped > 2 * row:
+        of_rank = (dropped + kept) // 2
+        _switched(switcher, second, 2 * of_rank)
+        if _switched(switcher, first, 2 * of_rank).from_stash:
+            kept = of_rank
+        else:
+            dropped = of_rank
+    assert dropped > 0
+    assert kept < 1 << 20
+    assert serve(core, [GREEDY], 1)
 
 
 @pytest.mark.slow

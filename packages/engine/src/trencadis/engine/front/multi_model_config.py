@@ -51,7 +51,6 @@ _MODEL, _SAMPLING, _ENVIRONMENT = "model", "default_sampling", "environment"
 _TTL = "ttl"
 _NOT_IN_A_FILE = ("served_model_name", _MODEL)
 _EAGER = "enforce_eager"
-_PARALLEL = "tensor_parallel_size"
 
 
 def _check_alias(_: object, __: object, alias: Any) -> None:
@@ -86,12 +85,6 @@ class ModelEntry:
     def __attrs_post_init__(self) -> None:
         for name, value in self.default_sampling.items():
             _check_sampling(name, value)
-        if (size := self.config.tensor_parallel_size) > 1:
-            raise ConfigError(
-                f"tensor_parallel_size {size} does not work with switches of models yet: start a "
-                "server for each model, or leave it out",
-                _PARALLEL,
-            )
 
 
 @attrs.frozen
@@ -261,8 +254,6 @@ class _Reader:
             given.environment = self._environment(node, place)
         elif name == _EAGER:  # a flag of `EngineConfig.graphs`
             given.engine[_EAGER] = self._one_of((True, False), node, place)
-        elif name == _PARALLEL:  # in files of the plugin
-            self._one_of((1,), node, place)
         elif name in self.frontend_settings:
             self._set(given.frontend, self.frontend_settings[name], node, place)
         else:
@@ -277,7 +268,7 @@ class _Reader:
     def _named(self, node: YamlNode, where: str) -> Iterator[tuple[str, YamlScalar, YamlNode]]:
         """The known keys of an entry, under their names with underscores. Others are faults."""
         known = (
-            *(_MODEL, _SAMPLING, _TTL, _ENVIRONMENT, _EAGER, _PARALLEL),
+            *(_MODEL, _SAMPLING, _TTL, _ENVIRONMENT, _EAGER),
             *self.engine_settings,
             *self.frontend_settings,
         )

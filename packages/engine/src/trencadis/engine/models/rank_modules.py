@@ -25,6 +25,11 @@ def least_over_ranks(number: int) -> int:
     return int(held)
 
 
+def most_over_ranks(number: int) -> int:
+    """The largest of the ranks' numbers, which are on the host."""
+    return -least_over_ranks(-number)
+
+
 def sum_over_ranks(part: torch.Tensor) -> torch.Tensor:
     """The sum of the ranks' tensors."""
     summed = _collectives.all_reduce(part.contiguous(), "sum", _all_ranks())

@@ -125,7 +125,7 @@ class InProcessExecutor:
 
     def check(self, config: EngineConfig) -> None:
         if not self.has_weights(config):
-            Worker(config, self.device, records=False)
+            Worker(config, self.device, records=False, part=self._part)
 
     def load(self, config: EngineConfig) -> bool:
         worker, self._following = self._following, None
@@ -210,11 +210,16 @@ class InProcessExecutor:
         logger.debug("%s of device memory are in use", format_bytes(used))
         return used
 
-    def has_weights(self, config: EngineConfig) -> bool:
+    @property
+    def models_in_memory(self) -> tuple[EngineConfig, ...]:
+        """The settings of the models whose weights are held, wherever they are."""
         held = [self.worker, *self.stash]
         if self._following is not None:
             held.append(self._following)
-        return any(worker.config == config and not worker.is_discarded for worker in held)
+        return tuple(worker.config for worker in held if not worker.is_discarded)
+
+    def has_weights(self, config: EngineConfig) -> bool:
+        return config in self.models_in_memory
 
     def put_aside(self, following: EngineConfig, stash_bytes: int) -> None:
         stash, worker = self.stash, self.worker

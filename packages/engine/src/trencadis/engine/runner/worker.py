@@ -38,7 +38,7 @@ from trencadis.engine.models.paged_context import Attention
 from trencadis.engine.models.pooling import embedding_size
 from trencadis.engine.models.quantized_cache import CACHE_DTYPES
 from trencadis.engine.models.rank_loading import DividedModel, divide
-from trencadis.engine.models.rank_modules import least_over_ranks
+from trencadis.engine.models.rank_modules import least_over_ranks, most_over_ranks
 from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.models.rounded_weights import ROUNDED_FORMATS, round_weights
 from trencadis.engine.runner.adapter_store import AdapterStore
@@ -81,6 +81,8 @@ logger = logging.getLogger("trencadis.engine")
 class Worker:
     """A model on a device. Call `load`, `initialise_cache` and `warm_up`, in this order.
 
+    ``weight_bytes``: bytes of the weights, 0 without; of several ranks the most that one has, so
+    that all of them decide alike.
     ``embedding_size``: numbers of an embedding, once it is loaded; 0 for a model without.
     ``is_asleep``: the device memory was released by `sleep`. ``is_discarded``: the weights, too, by
     `discard`. ``is_warm``: the warm-up has run for the programs and graphs that there are.
@@ -121,7 +123,7 @@ class Worker:
         self._records = records
         self.background: BackgroundWarmupLoop | None = None
         self.is_asleep = self.is_warm = self.is_discarded = False
-        self.embedding_size = 0
+        self.embedding_size = self.weight_bytes = 0
         self.spec = _inspect(config)
         self._max_model_len = self._resolve_max_model_len()
         spec, self._divided = self.spec, None
@@ -178,6 +180,8 @@ class Worker:
         graphs = self.device.supports_graphs
         self._log_memory(f"Wrapping in {kind} Graph" if graphs else "Optimizing layers", before)
         self._log_memory("Loading model weights", start, in_total=True)
+        own = num_weight_bytes(self._model)
+        self.weight_bytes = own if self._divided is None else most_over_ranks(own)
         self._programs = KeptPrograms()
         if self._programs_outlive:
             self._programs = self._program_store.of(self._model, self.config)
@@ -280,9 +284,13 @@ class Worker:
         sizing.log_left_over(self._memory, num_blocks)
 
     def _fits(self, num_blocks: int) -> bool:
-        """Whether a cache of so many blocks fits beside the largest batch now, if it is any."""
+        """Whether a cache of so many blocks fits beside the largest batch now, if it is any.
+
+        In all ranks: another cache in one of them would be that of another model.
+        """
         free = self.device.free_memory() - self._peak_bytes
-        return num_blocks > 0 and num_blocks * self.block_bytes <= free
+        fits = num_blocks > 0 and num_blocks * self.block_bytes <= free
+        return fits if self._divided is None else bool(least_over_ranks(int(fits)))
 
     @property
     def num_staging_blocks(self) -> int:
@@ -476,11 +484,6 @@ class Worker:
         """
         return self.device.compiles_forward and not self.device.supports_graphs
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights."""
-        return num_weight_bytes(self._model)
-
     def sleep(self) -> None:
         """Release the device memory: the KV cache, graphs, and the weights to host memory.
 
@@ -525,7 +528,7 @@ class Worker:
         self._release_cache()
         self.runner.forward_runner.discard_model()
         self.runner.scorer = self.adapters.layers = None
-        self._model = nn.Module()
+        self._model, self.weight_bytes = nn.Module(), 0
         self.device.synchronize()
 
     def _release_cache(self) -> None:

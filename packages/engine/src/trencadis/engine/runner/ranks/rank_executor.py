@@ -21,7 +21,7 @@ from trencadis.engine.runner.adapter_store import AdapterReader, LoadedAdapter
 from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
 from trencadis.engine.runner.ranks.rank_messages import StepAnswer
 from trencadis.engine.runner.ranks.rank_processes import RankProcesses
-from trencadis.engine.runner.ranks.unsupported import checked_device, switch_error
+from trencadis.engine.runner.ranks.unsupported import check_config, checked_device
 from trencadis.engine.runner.step import PendingStep, StepInput, StepResult
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache import Content
@@ -34,6 +34,9 @@ _START_SECONDS = 3600.0
 
 _QUERY_SECONDS = 60.0
 """Longest answer to what computes nothing, once the steps before it are computed."""
+
+_MOVE_SECONDS = 540.0
+"""Longest release of the device memory. The front gives up a core after 600 s of it."""
 
 _CLOSE_SECONDS = 5.0
 """Time for the ranks to write what was recorded: half of that of the core for its own end."""
@@ -74,7 +77,10 @@ class RankExecutor:
         self.on_cold = lambda shape: None
         self.is_asleep = False
         self.is_warming_up = False
-        self._config = config
+        self._config = self._previous = config
+        self._in_memory: tuple[EngineConfig, ...] = ()
+        """The settings of the models whose weights the ranks hold, each with its share."""
+        self._is_serving = False
         self._limit_s = _step_limit(config)
         self._counters = ExecutorCounters(
             num_ready_buckets=0,
@@ -96,15 +102,23 @@ class RankExecutor:
     # A model, from its checkpoint to its first step.
 
     def check(self, config: EngineConfig) -> None:
-        raise switch_error(self._config)
+        """As that of `Executor`. What a device cannot do is found by `load`."""
+        if not self.has_weights(config):
+            check_config(config)
 
     def load(self, config: EngineConfig) -> bool:
-        self._config = config
-        in_memory: list[bool] = self._started("load", _share_of(config), limit_s=_START_SECONDS)
-        return in_memory[0]
+        self._config, self._limit_s = config, _step_limit(config)
+        were_in_memory = self._started("load", _share_of(config), limit_s=_START_SECONDS)
+        if len(set(were_in_memory)) > 1:
+            raise self.processes.fail(f"some ranks alone had kept the weights of {config.name}")
+        self.is_asleep = False
+        return bool(were_in_memory[0])
 
     def plan_memory(self) -> ModelFacts:
-        return self._facts(self._started("plan_memory", limit_s=BUSY_SECONDS))
+        facts = self._facts(self._started("plan_memory", limit_s=BUSY_SECONDS))
+        self._note_weights()
+        self._is_serving = True
+        return facts
 
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
         reports = self._call("warm_up", limit_s=_START_SECONDS, stop=stop)
@@ -175,25 +189,32 @@ class RankExecutor:
         return sum(self._call("memory_in_use", limit_s=_QUERY_SECONDS + self._limit_s))
 
     def has_weights(self, config: EngineConfig) -> bool:
-        has: bool = self._ask_first("has_weights", _share_of(config))
-        return has
+        return _share_of(config) in self._in_memory
 
     def put_aside(self, following: EngineConfig, stash_bytes: int) -> None:
-        raise switch_error(self._config)
+        self._previous, self.is_asleep = self._config, True
+        share = stash_bytes // self._config.tensor_parallel_size
+        self._call("put_aside", _share_of(following), share, limit_s=_MOVE_SECONDS)
 
     def unload(self) -> None:
-        raise switch_error(self._config)
+        self._call("unload", limit_s=_MOVE_SECONDS)
+        self._note_weights()
 
     def put_back(self) -> None:
-        """Nothing was put aside."""
+        self._config, self._limit_s = self._previous, _step_limit(self._previous)
+        self.is_asleep = True
+        self._call("put_back", limit_s=_MOVE_SECONDS)
+        self._note_weights()
 
     def sleep(self, level: int) -> None:
         self.is_asleep = True
-        self._call("sleep", level, limit_s=BUSY_SECONDS)
+        self._call("sleep", level, limit_s=_MOVE_SECONDS)
+        self._note_weights()
 
     def wake(self, stop: Callable[[], bool] = lambda: False) -> ModelFacts:
         facts = self._facts(self._call("wake", limit_s=_START_SECONDS, stop=stop))
         self._counters = self._ask_first("counters")  # a new runner's may begin again
+        self._note_weights()
         self.is_asleep = False
         return facts
 
@@ -221,12 +242,17 @@ class RankExecutor:
         return self.processes.call(method, *arguments, limit_s=limit_s, while_waiting=poll)
 
     def _started(self, method: str, *arguments: Any, limit_s: float) -> list[Any]:
-        """As `_call`. After an error there is no core that would end the ranks."""
+        """As `_call`. Where no model was served yet, no core would end the ranks after an error."""
         try:
             return self._call(method, *arguments, limit_s=limit_s)
         except BaseException:
-            self.processes.end()
+            if not self._is_serving:
+                self.processes.end()
             raise
+
+    def _note_weights(self) -> None:
+        """Remember which models `has_weights`: `check` asks for them while steps run."""
+        self._in_memory = self._ask_first("models_in_memory")
 
     def _ask_first(self, method: str, *arguments: Any) -> Any:
         """What a method returns that computes nothing, in rank 0."""

@@ -86,6 +86,8 @@ class StepAnswer:
 def digest_of(number: int, result: StepResult) -> int:
     """A checksum of a step's number, of its tokens and of the sequences that have failed."""
     tokens = [number, *result.token_ids, *result.token_ids.values(), -1, *result.failed]
+    for beam, candidates in result.candidates.items():
+        tokens += [-1, beam, *(candidate.token_id for candidate in candidates)]
     return zlib.crc32(np.array(tokens, np.int64).tobytes())
 
 

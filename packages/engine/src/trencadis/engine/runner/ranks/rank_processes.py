@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ _MODULE = "trencadis.engine.runner.ranks.rank_process"
 class RankProcesses:
     """``config.tensor_parallel_size`` processes, started with this object.
 
-    ``environments``: variables of each rank. ``limit_s``: seconds that a collective call waits.
+    ``environments``: variables of each rank. ``limit_s``: seconds that a collective call waits, and
+    that the process of a rank may be stopped, whatever it has to do.
     ``on_cold``: called by each rank that may compile in a step, with the words for the shape; who
     waits for that step, or for the one before it, then does so for as long as a core may be busy.
     ``records``: whether rank 0 records traffic.
@@ -81,6 +82,8 @@ class RankProcesses:
         self._cold: set[int] = set()
         """The numbers of calls during which a rank may compile."""
         self._failure = ""
+        self._limit_s = limit_s
+        self._stopped_since: dict[int, float] = {}
         self._number = 0
         self._unread: dict[int, dict[int, Answer]] = {}
         """By the numbers of the calls that `answers` was not asked for yet: what has arrived."""
@@ -164,6 +167,8 @@ class RankProcesses:
                 ready = {rank for rank in silent if self._readers[rank].has_message}
                 if not ready:
                     ready = {key.data for key, _ in selector.select(_SLICE_SECONDS)}
+                if not ready:
+                    self._check_running(silent)
                 for rank in ready:
                     answer = self._read(rank)
                     if isinstance(answer, Cold):
@@ -266,13 +271,26 @@ class RankProcesses:
         failure = self.fail(f"rank {rank} has failed alone: {error}")
         raise error if isinstance(error, EngineError) else failure
 
+    def _check_running(self, ranks: Iterable[int]) -> None:
+        """Raise `RankError` for a rank that computes nothing because its process is stopped."""
+        now = time.monotonic()
+        for rank in ranks:
+            if self._status(rank) != psutil.STATUS_STOPPED:
+                self._stopped_since.pop(rank, None)
+            elif now - self._stopped_since.setdefault(rank, now) > self._limit_s:
+                raise self.fail(f"{self._described(rank)} has been so for {self._limit_s:g} s")
+
+    def _status(self, rank: int) -> str:
+        """What the system says of a process; "" of one that has ended."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self._processes[rank].pid).status()
+        return ""
+
     def _described(self, rank: int) -> str:
         process = self._processes[rank]
         if (code := process.poll()) is not None:
             return f"rank {rank} (exit code {code})"
-        with contextlib.suppress(psutil.Error):
-            return f"rank {rank} (process {process.pid}: {psutil.Process(process.pid).status()})"
-        return f"rank {rank}"
+        return f"rank {rank} (process {process.pid}: {self._status(rank)})"
 
 
 def _start(

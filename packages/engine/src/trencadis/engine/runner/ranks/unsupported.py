@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from trencadis.engine.devices import Device, class_of_device
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.models.loader import check_weight_files, inspect_model
+from trencadis.engine.models.rank_loading import divide
+from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.settings.engine_config import EngineConfig
 
 _REMEDIES: dict[str, tuple[object, str]] = {
@@ -33,15 +36,20 @@ def checked_device(config: EngineConfig) -> type[Device]:
     return device
 
 
-def switch_error(config: EngineConfig) -> ConfigError:
-    """The error of a switch of models."""
-    return _conflict(config, None, "a switch of models", "start a server for each model")
+def check_config(config: EngineConfig) -> None:
+    """Raise `ConfigError` or `ModelError` where ranks cannot serve a model under these settings.
+
+    As far as its files and settings tell, without a device and without its weights.
+    """
+    checked_device(config)
+    spec = inspect_model(config.model)
+    divide(spec.config, spec.layers, spec.source, RankPart(0, config.tensor_parallel_size))
+    check_weight_files(spec)
 
 
-def _conflict(config: EngineConfig, field: str | None, value: object, remedy: str) -> ConfigError:
-    what = value if field is None else f"{field} {value}"
+def _conflict(config: EngineConfig, field: str, value: object, remedy: str) -> ConfigError:
     return ConfigError(
-        f"tensor_parallel_size {config.tensor_parallel_size} does not work with {what} yet: "
-        f"{remedy}, or leave tensor_parallel_size out",
-        field or "tensor_parallel_size",
+        f"tensor_parallel_size {config.tensor_parallel_size} does not work with {field} {value} "
+        f"yet: {remedy}, or leave tensor_parallel_size out",
+        field,
     )
