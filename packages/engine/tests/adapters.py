@@ -56,21 +56,29 @@ class Reference:
             self._known[key] = self._generate(adapter, list(prompt), count)
         return self._known[key]
 
-    @torch.inference_mode()
+    def logprobs(self, adapter: str | None, tokens: Sequence[int]) -> torch.Tensor:
+        """Those of the tokens from the second on, each after those before it."""
+        logits = self._logits(adapter, tokens)[:-1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
     def _generate(self, adapter: str | None, tokens: list[int], count: int) -> list[int]:
         num_prompt = len(tokens)
         for _ in range(count):
-            ids = torch.tensor([tokens])
-            if self._adapted is None:
-                logits = self._base(ids).logits
-            elif adapter is None:
-                with self._adapted.disable_adapter():
-                    logits = self._adapted(ids).logits
-            else:
-                self._adapted.set_adapter(adapter)
-                logits = self._adapted(ids).logits
-            tokens.append(int(logits[0, -1].argmax()))
+            tokens.append(int(self._logits(adapter, tokens)[-1].argmax()))
         return tokens[num_prompt:]
+
+    @torch.inference_mode()
+    def _logits(self, adapter: str | None, tokens: Sequence[int]) -> torch.Tensor:
+        ids = torch.tensor([list(tokens)])
+        if self._adapted is None:
+            logits: torch.Tensor = self._base(ids).logits
+        elif adapter is None:
+            with self._adapted.disable_adapter():
+                logits = self._adapted(ids).logits
+        else:
+            self._adapted.set_adapter(adapter)
+            logits = self._adapted(ids).logits
+        return logits[0]
 
 
 SETTINGS: dict[str, object] = {
