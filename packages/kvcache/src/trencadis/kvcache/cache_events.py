@@ -62,6 +62,8 @@ class CacheRecorder:
 
     def take(self) -> CacheEvents:
         """What was noted since the last call."""
+        if not (self._stored or self._removed or self._cleared):  # as after most steps
+            return NO_EVENTS
         events = CacheEvents(self._cleared, tuple(self._removed), tuple(self._after_parents()))
         self._cleared = False
         self._removed.clear()

@@ -149,7 +149,8 @@ class KVEventPublisher:
         self._config = config
         self._topic = config.topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
-        self._queue: queue.Queue[_Batch | None] = queue.Queue(config.max_queue_size)
+        # Bounded by `has_space`: one with a bound of its own takes several locks a step.
+        self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         most_kept = 0 if config.replay_endpoint is None else config.buffer_steps
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=most_kept)
         self._next_replay_s = 0.0
@@ -178,7 +179,7 @@ class KVEventPublisher:
     @property
     def has_space(self) -> bool:
         """Whether `publish` takes more. Otherwise what is to be told stays where it comes from."""
-        return not self._queue.full()
+        return self._queue.qsize() < self._config.max_queue_size
 
     def publish(
         self, events: CacheEvents, block_size: int, adapters: Mapping[str, str] | None = None
@@ -187,16 +188,15 @@ class KVEventPublisher:
 
         ``adapters``: see `kv_events`.
         """
-        self._queue.put_nowait(_Batch(time.time(), events, block_size, adapters or {}))
+        self._queue.put(_Batch(time.time(), events, block_size, adapters or {}))
 
     def close(self) -> None:
         """Publish what is queued, if that is possible within seconds, and end the thread."""
-        try:
-            self._queue.put(None, timeout=STOP_SECONDS)
-        except queue.Full:
-            logger.warning("KV events are not told: the queue is full")
+        self._queue.put(None)
         self._thread.join(STOP_SECONDS)
-        if not self._thread.is_alive():  # it uses the sockets
+        if self._thread.is_alive():  # it uses the sockets
+            logger.warning("KV events are not told: the queue is full")
+        else:
             self._context.destroy(linger=int(1000 * STOP_SECONDS))
 
     def _socket(self, kind: int, endpoint: str, most_messages: int) -> zmq.Socket[bytes]:
