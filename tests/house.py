@@ -42,6 +42,7 @@ LIGHT = {
 
 OPTIONAL = {
     "bucketing.cli.plot": {"matplotlib"},
+    "bucketing.testing": {"hypothesis"},
     "bucketing.vllm_gaudi": {"vllm_gaudi"},
     "kvcache.state_cache": {"torch"},
     "kvcache.tensors": {"torch"},
@@ -49,8 +50,10 @@ OPTIONAL = {
     "kvcache.testing": {"hypothesis"},
     "kvcache.vllm_gaudi": {"habana_frameworks", "torch", "vllm_gaudi"},
     "scheduler.telemetry.sidecar": {"grpc", "google"},
+    "scheduler.testing": {"hypothesis"},
     "scheduler.vllm": {"vllm"},
     "server.ray": {"ray"},
+    "warmup.testing": {"hypothesis"},
 }
 """Modules that need an extra, and what it brings; no other module of the package loads them."""
 
@@ -69,7 +72,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"validators"},
         {"shapes", "text_files"},
         {"grid", "traffic"},
-        {"bucket_file", "strategies"},
+        {"bucket_file", "strategies", "testing"},
         {"config"},
         {"serving_grids"},
         {"strategy_comparison", "vllm_gaudi"},
@@ -91,14 +94,14 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "warmup": [
         {"errors", "graph_cost", "log_lines", "progress_bar", "progress_log", "runtime"},
-        {"validators"},
+        {"testing", "validators"},
         {"memory_use", "report", "sampler", "strategies"},
         {"execution", "memory_plan"},
         {"background", "capture", "config"},
         {"session"},
     ],
     "scheduler": [
-        {"errors"},
+        {"errors", "testing"},
         {"validators"},
         {"clock"},
         {"config", "fair_share", "request", "telemetry"},

@@ -25,6 +25,7 @@ from trencadis.bucketing import (
     linear_range,
 )
 from trencadis.bucketing.grid.lookup_table import MAX_TABULATED
+from trencadis.bucketing.testing import grids, shapes
 
 PLUGIN = json.loads((Path(__file__).parent / "data" / "plugin_ranges.json").read_text())
 NAMES = ("batch", "query", "blocks")
@@ -61,16 +62,8 @@ def cheapest_by_brute_force(
 @st.composite
 def filtered_grids(draw: st.DrawFn) -> tuple[BucketGrid, Price | None]:
     """One to three axes, any holes, the default cost or an arbitrary one."""
-    names = NAMES[: draw(st.integers(1, 3))]
-    sizes = st.sets(st.integers(0, 20), min_size=1, max_size=6).map(sorted)
-    axes = {name: draw(sizes) for name in names}
-    product = list(itertools.product(*axes.values()))
-    kept = draw(st.sets(st.sampled_from(product), min_size=1))
     cost = draw(st.none() | st.builds(Price, st.integers(0, 1000)))
-    filters = [lambda bucket: bucket.shape in kept]
-    grid = BucketGrid(axes, filters=filters, **({"cost": cost} if cost else {}))
-    assert {bucket.shape for bucket in grid} == kept
-    return grid, cost
+    return draw(grids(**({"cost": cost} if cost else {}))), cost
 
 
 def test_an_axis_too_long_for_a_table_gives_the_same_answers() -> None:
@@ -87,7 +80,7 @@ def test_find_is_the_cheapest_bucket_that_is_large_enough(
     made: tuple[BucketGrid, Price | None], data: st.DataObject
 ) -> None:
     grid, cost = made
-    shape = tuple(data.draw(st.integers(0, 22)) for _ in grid.axes)
+    shape = data.draw(shapes(grid))
     assert grid.find(shape) == cheapest_by_brute_force(grid, cost, shape)
 
 

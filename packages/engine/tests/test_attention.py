@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from trencadis.engine.devices import CPUDevice
@@ -942,6 +942,8 @@ REJECTED = {
 def test_no_attention_ignores_a_feature_of_a_layer(attention: Attention) -> None:
     declared = {each.name for each in attrs.fields(LayerSpec) if "words" in each.metadata}
     assert declared == COMPUTED.keys() | REJECTED.keys()
+    for name in COMPUTED:  # the tests of `attend` draw it
+        find(features, lambda drawn, name=name: bool(drawn.get(name)))
     assert attention.supports(layer_spec(6, 2, 16, **COMPUTED)) is None
     for name, (value, words) in REJECTED.items():
         assert attention.supports(layer_spec(6, 2, 16, **{name: value})) == words

@@ -5,8 +5,8 @@ The tokens of a batch are flat, ``[1, tokens]``, so that models that support tra
 pass reads and writes, and the letters used in shapes.
 
 How the cache is written and read is an `Attention`, which the device chooses (``Device.attention``)
-and the forward pass carries; `block_attention` is that of the CPU. What a layer computes is its
-`LayerSpec`, with which the loader has declared the layer's modules (`declare_layers`).
+and the forward pass carries; `block_attention` is that of devices without one. What a layer
+computes is its `LayerSpec`, with which the loader has declared its modules (`declare_layers`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attention backend that is fast on CPUs: a block is scored for its owner.
+"""The attention backend of devices without one of their own: a block is scored for its owner.
 
 The cache has blocks by head, ``[blocks, K, S, D]``, so that a prefix of it is a batch of matrices.
 Blocks of a sequence are combined by scatter operations, which cost little where launches are free.

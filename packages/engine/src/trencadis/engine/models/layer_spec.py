@@ -145,8 +145,9 @@ _FIELDS = {"sliding_window": "window", "softcap": "softcap", SINKS: "sinks"}
 
 PASSED_FEATURES = frozenset(_FIELDS.values())
 
-FEATURES = PASSED_FEATURES | {"chunk"}
-"""What an attention that computes scores one by one can compute beyond plain causal attention."""
+FEATURES = frozenset({"window", "chunk", "softcap", "sinks"})
+"""What the attentions here compute beyond plain causal attention. Written out, so that a name in
+`_FIELDS` is rejected until they do."""
 
 _WITHOUT_EFFECT = frozenset(
     {

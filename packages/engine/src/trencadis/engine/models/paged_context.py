@@ -46,7 +46,7 @@ class LayerCaches(Protocol):
 class PagedContext:
     """Base of what a forward pass reads and writes. Its tensors are inputs of graphs and programs.
 
-    ``attention`` is the device's attention backend; None: that of the CPU. ``layer_run`` computes
+    ``attention`` is the device's attention backend; None: `BlockAttention`. ``layer_run`` computes
     the decoder layers in place of the model's own code; None for eager. ``positions``: ``[T]``,
     that of each token in its sequence, 0 for padding; None where no layer needs it.
     ``adapter_rows``: see `AdapterLayers.rows_of`; None where no token has an adapter.
