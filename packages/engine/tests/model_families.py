@@ -35,9 +35,15 @@ NARROW_STATE = {
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
 }
 MIXED_TYPES = ["linear_attention", "full_attention"] * 2
+KIMI = {
+    **LATENT,
+    **EXPERTS,
+    **{"layer_types": MIXED_TYPES, "linear_num_heads": 4, "linear_head_dim": 16},
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Apertus": ("apertus", {}),
+    "Bailing hybrid (Ling)": ("bailing_hybrid", KIMI),
     "Bamba": ("bamba", {**STATE, "attn_layer_indices": [1, 3]}),
     "Cohere (Command R)": ("cohere", {}),
     "Cohere 2 (Command R7B)": ("cohere2", {"sliding_window": WINDOW}),
@@ -48,6 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ERNIE 4.5": ("ernie4_5", {}),
     "EXAONE 4": ("exaone4", {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
     "Falcon": ("falcon", {"head_dim": ...}),
+    "Falcon Mamba": ("falcon_mamba", {}),
     "Falcon-H1": ("falcon_h1", {**STATE, "mamba_d_ssm": 128}),
     "Gemma": ("gemma", {}),
     "Gemma 2": ("gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
@@ -67,7 +74,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite 3 (MoE)": ("granitemoe", EXPERTS),
     "Granite 4 (hybrid)": ("granitemoehybrid", {**STATE, **EXPERTS, "layer_types": MIXED_TYPES}),
     "Jamba": ("jamba", {**EXPERTS, "attn_layer_offset": 1, "attn_layer_period": 2}),
+    "Kimi Linear": ("kimi_linear", KIMI),
     "LFM 2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "LFM 2 (MoE)": (
+        "lfm2_moe",
+        {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    ),
+    "LFM 3": ("lfm3", {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2}),
     "Llama": ("llama", {}),
     "Llama 4 (text)": (
         "llama4_text",
@@ -111,6 +124,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 3 (MoE)": ("qwen3_moe", EXPERTS),
     "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **NARROW_STATE, "layer_types": MIXED_TYPES}),
     "Qwen 3.5 (text)": ("qwen3_5_text", NARROW_STATE),
+    "Qwen 3.5 (MoE, text)": (
+        "qwen3_5_moe_text",
+        {**EXPERTS, **NARROW_STATE, "shared_expert_intermediate_size": 32},
+    ),
     "Seed-OSS": ("seed_oss", {}),
     "SmolLM 3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
     "StarCoder 2": ("starcoder2", {}),

@@ -80,7 +80,7 @@ def listed() -> dict[str, list[str]]:
 
 def write(family: str, cell: str) -> None:
     outcomes = listed()
-    outcomes.setdefault(family, ["", ""])[COLUMN] = cell
+    outcomes.setdefault(family, ["untried", "untried"])[COLUMN] = cell
     PAGE.write_text(PAGE.read_text().partition(LIST)[0] + LIST + page_list(outcomes))
 
 

@@ -30,6 +30,9 @@ from trencadis.engine import (
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices.cpu import CPUDevice
+from trencadis.engine.models.loader import inspect_model, load_model
+from trencadis.engine.models.packed_weight import QuantizedLinear
+from trencadis.engine.models.rounded_weights import round_weights
 from trencadis.engine.models.state_layers import StateLayers
 from trencadis.engine.runner import host_swap, model_runner
 from trencadis.engine.runner.block_moves import copy_blocks
@@ -554,6 +557,22 @@ def test_states_have_dtypes_of_their_own_whatever_is_rounded(
     _, llm = generated(checkpoint(family), prompts(4), dtype="bfloat16", **changes)
     cache = llm.core.executor.worker.cache.states  # type: ignore[attr-defined]
     assert {part.dtype for part in cache._parts.values()} == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize("family", [HYBRID, "Mamba 2"])
+def test_int8_rounds_all_projections_of_mamba_2(
+    checkpoint: Callable[[str], Path], family: str
+) -> None:
+    """Also the one whose weight the layer's code gives to a kernel of training."""
+    spec = inspect_model(str(checkpoint(family)))
+    model = load_model(spec, torch.device("cpu"), torch.bfloat16, 64)
+    round_weights(model, "int8")
+    found = {
+        name.rsplit(".", 1)[1]: type(module)
+        for name, module in model.named_modules()
+        if name.endswith(("in_proj", "out_proj"))
+    }
+    assert found == dict.fromkeys(("in_proj", "out_proj"), QuantizedLinear)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ from harness import STOP, Memory, Runner, alone, outcome
 
 from trencadis.kvcache import (
     BandwidthGovernor,
+    BlockCopy,
     BlockManager,
     CacheConfig,
+    CopyPlan,
     DefragConfig,
     Defragmenter,
     Direction,
@@ -181,6 +183,31 @@ def test_preemption_uses_the_cheaper_of_swap_and_recomputation(
         recomputes,
         1 - recomputes,
     )
+
+
+@pytest.mark.parametrize(("blocks_per_state", "recomputes"), [(0.0, 0), (1e6, 1)])
+def test_a_large_state_is_recomputed_and_not_swapped(
+    blocks_per_state: float, recomputes: int
+) -> None:
+    costs = PreemptionCosts(prefill_s_per_token=1e-3, blocks_per_state=blocks_per_state)
+    bench = make(costs=costs)
+    bench.add("a", 16)
+    bench.step()
+    bench.scheduler.abort_and_swap(["a"])
+    bench.step()
+    assert (bench.scheduler.num_preemptions, bench.scheduler.num_recomputes) == (1, recomputes)
+
+
+def test_the_copies_of_states_count_as_blocks() -> None:
+    bench = make(costs=PreemptionCosts(blocks_per_state=3.0))
+    costs, output = bench.scheduler.costs, bench.scheduler.schedule()
+    moves, states = CopyPlan(), CopyPlan()
+    moves.add(Direction.OUT, (BlockCopy(1, 1),))
+    states.add(Direction.OUT, (BlockCopy(1, 1), BlockCopy(2, 2)))
+    moved = attrs.evolve(output, moves=moves, state_moves=states)
+    for _ in range(80):
+        costs.update(moved, StepTiming(swap_out_s=0.7))
+    assert costs.swap_out_s_per_block == pytest.approx(0.1)
 
 
 def test_preemption_costs_follow_the_measured_step_times() -> None:

@@ -44,18 +44,22 @@ class PreemptionCosts:
 
     The initial values for swaps are those of seed 003, section 5. The one for prefill is that of a
     model of 8 billion parameters (16e9 operations per token) at 400e12 operations per second.
+    ``blocks_per_state``: the bytes of a sequence's state, of layers that keep one, in blocks.
     Raises `ConfigError` for anything but finite numbers of at least 0.
     """
 
     swap_out_s_per_block: float = attrs.field(default=40e-6, validator=_COST)
     swap_in_s_per_block: float = attrs.field(default=50e-6, validator=_COST)
     prefill_s_per_token: float = attrs.field(default=40e-6, validator=_COST)
+    blocks_per_state: float = attrs.field(default=0.0, validator=_COST)
 
     def update(self, output: SchedulerOutput, timing: StepTiming) -> None:
         """Update the averages with the durations of a step."""
-        num_blocks = dict.fromkeys(Direction, 0)
+        num_blocks = dict.fromkeys(Direction, 0.0)
         for direction, copies in output.moves:
             num_blocks[direction] += len(copies)
+        for direction, copies in output.state_moves or ():
+            num_blocks[direction] += len(copies) * self.blocks_per_state
         num_tokens = sum(len(chunk.token_ids) for chunk in output.prompts)
         self.swap_out_s_per_block = _updated(
             self.swap_out_s_per_block, timing.swap_out_s, num_blocks[Direction.OUT]
@@ -68,7 +72,12 @@ class PreemptionCosts:
     def swap_s(self, group: SequenceGroup) -> float:
         """Seconds to swap a running group out and in again."""
         per_block = self.swap_out_s_per_block + self.swap_in_s_per_block
-        return group.get_num_kv_blocks() * per_block
+        return self._num_blocks(group) * per_block
+
+    def _num_blocks(self, group: SequenceGroup) -> float:
+        """The blocks of a group, and its states in blocks."""
+        of_states = len(group.allocated_seqs) * self.blocks_per_state
+        return group.get_num_kv_blocks() + of_states
 
     def recompute_s(self, group: SequenceGroup) -> float:
         """Seconds to recompute a running group; the prompt counts once."""
@@ -82,7 +91,7 @@ class PreemptionCosts:
     def resume_s(self, group: SequenceGroup, *, swapped: bool) -> float:
         """Seconds until a group can run again: its swap-in latency, or its recomputation."""
         if swapped:
-            return group.get_num_kv_blocks() * self.swap_in_s_per_block
+            return self._num_blocks(group) * self.swap_in_s_per_block
         return self.recompute_s(group)
 
 
@@ -113,7 +122,7 @@ class CompletionRate:
         return max(now - self._last_finished_s, self._interval_s or 0.0)
 
 
-def _updated(average: float, seconds: float | None, count: int) -> float:
+def _updated(average: float, seconds: float | None, count: float) -> float:
     if seconds is None or not count or not (0 <= seconds < math.inf):
         return average
     return _moving_average(average, seconds / count)

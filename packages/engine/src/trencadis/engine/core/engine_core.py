@@ -63,6 +63,7 @@ from trencadis.kvcache import (
 from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
+    PreemptionCosts,
     Scheduler,
     SchedulerOutput,
     SequenceStatus,
@@ -176,6 +177,7 @@ class EngineCore:
             thermal=self._thermal.guard,
             defragmenter=self._defragmenter,
             state_slots=slots,
+            costs=PreemptionCosts(blocks_per_state=facts.state_bytes / facts.block_bytes),
             tiers=tiers,
             clock=self._clock,
         )

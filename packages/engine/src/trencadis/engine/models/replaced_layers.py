@@ -27,10 +27,12 @@ def layers_of(model: nn.Module, kind: type[nn.Module]) -> list[FoundLayer]:
 def _reads_weight(forward: Callable[..., Any], name: str) -> bool:
     """Whether a module multiplies or asks a layer's weight itself, as Jamba's does `dt_proj`'s.
 
-    What replaces a layer may have no weight of this form.
+    What replaces a layer may have no weight of this form. Mamba 2 gives a weight to a kernel of
+    training alone, by this name.
     """
     try:
-        return f"self.{name}.weight" in inspect.getsource(forward)
+        source = inspect.getsource(forward).replace(f"outproj_weight=self.{name}.weight", "")
+        return f"self.{name}.weight" in source
     except (OSError, TypeError):  # there is no source
         return False
 
