@@ -534,7 +534,6 @@ def test_wrong_names_and_settings(tiny_model: Path, adapters: dict[str, Path]) -
         ({"lora_modules": (("a", "b"), ("a", "c"))}, "twice"),
         ({"lora_modules": {"a": 3}}, "lora_modules must map"),
         ({"compile": True}, "compile"),
-        ({"tensor_parallel_size": 2}, "enable_lora True"),
     ],
 )
 def test_settings_that_are_refused(

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import attrs
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,8 @@ from torch import nn
 
 from trencadis.engine.models.adapter_files import Adapter, AdapterPair, LayerShape
 from trencadis.engine.models.decoder_layers import decoder_layers
+from trencadis.engine.models.rank_loading import DividedModel
+from trencadis.engine.models.rank_modules import RowLinear
 
 AdapterKernel = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
@@ -97,7 +100,7 @@ class AdapterLayers:
 
     Made once for a model that is loaded, it replaces these layers. ``upload``: `Device.upload`;
     ``end_copy``: called after each copy, `Device.mark_step`. ``kernel``: `Device.adapter_kernel`.
-    ``shapes``: of the layers, by
+    ``divided``: for a rank that has a part of the model. ``shapes``: of the whole layers, by
     their names in the model. ``max_rank``: that of a slot. ``num_loads``: adapters that were copied
     to slots.
     """
@@ -110,7 +113,9 @@ class AdapterLayers:
         upload: Callable[[torch.Tensor], torch.Tensor],
         end_copy: Callable[[], None],
         kernel: AdapterKernel | None = None,
+        divided: DividedModel | None = None,
     ) -> None:
+        self._divided = divided
         self.num_slots, self.max_rank = num_slots, max_rank
         self._kernel = kernel
         self._ranks = torch.zeros(1 + num_slots, dtype=torch.int32)
@@ -127,6 +132,8 @@ class AdapterLayers:
         self._replace(found)
         self.shapes: Mapping[str, LayerShape] = {
             name: LayerShape(layer.in_features, layer.out_features)
+            if divided is None
+            else divided.shapes[name]
             for name, layer in self._layers.items()
         }
 
@@ -145,6 +152,16 @@ class AdapterLayers:
             layer = AdaptedLinear(base, next(matrices), next(matrices), self._ranks, self._kernel)
             self._layers[place.path] = layer
             setattr(place.module, place.name, layer)
+
+    def part_of(self, adapter: Adapter) -> Adapter:
+        """What a rank computes of an adapter: all of one matrix and its part of the other."""
+        if self._divided is None:
+            return adapter
+        parts: dict[str, AdapterPair] = {}
+        for name, pair in adapter.layers.items():
+            inputs, outputs = self._divided.kept(name)
+            parts[name] = AdapterPair(pair.down[:, inputs].clone(), pair.up[:, outputs].clone())
+        return attrs.evolve(adapter, layers=parts)
 
     @torch.inference_mode()
     def put(self, slot: int, adapter: Adapter) -> None:
@@ -208,7 +225,9 @@ class _Place(NamedTuple):
 def _linear_layers(module: nn.Module, path: str) -> Iterator[_Place]:
     """The linear layers below a module, whose name in the model is ``path``."""
     for name, child in module.named_children():
-        if _is_linear(child):
+        if isinstance(child, RowLinear):  # before the sum over ranks, which adds adapters, too
+            yield _Place(child, "linear", f"{path}.{name}")
+        elif _is_linear(child):
             yield _Place(module, name, f"{path}.{name}")
         else:
             yield from _linear_layers(child, f"{path}.{name}")

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from trencadis.engine.errors import ModelError
+from trencadis.engine.models.adapter_files import LayerShape
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.rank_modules import (
     RowLinear,
@@ -50,13 +51,33 @@ class DividedModel:
     """The part of a model that one rank has.
 
     ``plan``: how transformers divides each module, by its name. ``whole``: the layers of the model;
-    ``layers``: what the rank computes of them.
+    ``layers``: what the rank computes of them. ``shapes``: of the whole linear layers, by name.
     """
 
     part: RankPart
     plan: Mapping[str, str]
     whole: Sequence[LayerSpec]
     layers: Sequence[LayerSpec]
+    shapes: Mapping[str, LayerShape]
+
+    def kept(self, name: str) -> tuple[slice, slice]:
+        """The inputs and the outputs of a linear layer with which the rank computes."""
+        style, (inputs, outputs) = self.plan.get(_pattern(name)), self.shapes[name]
+        if style == _ROWS:
+            return self._share(inputs), slice(outputs)
+        if style != _COLUMNS:
+            return slice(inputs), slice(outputs)
+        if not (name.endswith(_KEYS_AND_VALUES) and self.part.repeats_kv_heads(self.whole)):
+            return slice(inputs), self._share(outputs)
+        kv_heads = _layer_of(name, self.whole).kv_heads
+        width, heads = outputs // kv_heads, self.part.kv_heads_of(kv_heads)
+        return slice(inputs), slice(heads.start * width, heads.stop * width)
+
+    def _share(self, size: int) -> slice:
+        """That of the rank, as transformers divides so many inputs or outputs."""
+        share = ceil_div(size, self.part.size)
+        first = min(size, self.part.rank * share)
+        return slice(first, min(size, first + share))
 
     def loading_arguments(self) -> dict[str, Any]:
         """Arguments of ``from_pretrained`` with which it reads what the rank has.
@@ -129,7 +150,12 @@ def divide(
             f"{name} cannot be served with tensor_parallel_size {part.size}: {reason}. Leave it "
             "out, or serve another model"
         )
-    return DividedModel(part, plan, tuple(layers), part.layers_of(layers, name))
+    shapes = {
+        linear: LayerShape(module.in_features, module.out_features)
+        for linear, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    return DividedModel(part, plan, tuple(layers), part.layers_of(layers, name), shapes)
 
 
 def _normalizes_each_head(named: tuple[str, nn.Module]) -> bool:

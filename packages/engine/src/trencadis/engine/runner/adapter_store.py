@@ -42,12 +42,15 @@ class AdapterStore:
 
     def reader(self) -> AdapterReader:
         """What reads an adapter for these layers. It keeps nothing of the model."""
-        layers = self.layers
-        if layers is None:
-            raise AdapterError("this engine serves no adapters: start it with enable_lora")
+        layers = self._layers()
         return functools.partial(
             read_adapter, layers=layers.shapes, max_rank=layers.max_rank, dtype=layers.dtype
         )
+
+    def _layers(self) -> AdapterLayers:
+        if self.layers is None:
+            raise AdapterError("this engine serves no adapters: start it with enable_lora")
+        return self.layers
 
     def hold(self, adapter: Adapter) -> LoadedAdapter:
         """Hold what `reader` has read. Raises `AdapterError` where there are ``limit`` already."""
@@ -57,7 +60,8 @@ class AdapterStore:
                 f"{len(self._adapters)} adapters are in host memory and max_cpu_loras is "
                 f"{self._limit}: unload one, or start with more"
             )
-        self._adapters.setdefault(adapter.digest, adapter)
+        if is_new:
+            self._adapters[adapter.digest] = self._layers().part_of(adapter)
         return LoadedAdapter(adapter.digest, adapter.rank, adapter.num_bytes)
 
     def drop(self, digest: str) -> None:

@@ -196,6 +196,7 @@ class Worker:
             device.upload,
             device.mark_step,
             device.adapter_kernel(self.dtype),
+            self._divided,
         )
         if not layers.shapes:
             raise ConfigError(

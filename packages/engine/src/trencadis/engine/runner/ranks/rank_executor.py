@@ -14,7 +14,7 @@ import attrs
 
 from trencadis.bucketing import Bucket
 from trencadis.engine.api.inspection import GridUsage
-from trencadis.engine.errors import AdapterError, RankError
+from trencadis.engine.errors import RankError
 from trencadis.engine.ipc.messages import BUSY_SECONDS
 from trencadis.engine.models.adapter_files import Adapter
 from trencadis.engine.runner.adapter_store import AdapterReader, LoadedAdapter
@@ -148,18 +148,23 @@ class RankExecutor:
         self._counters = first.counters
         return first.result
 
+    # Adapters of the model: the core reads them, and each rank keeps its part.
+
     def adapter_reader(self) -> AdapterReader:
-        raise AdapterError("several ranks serve no adapters yet")
+        reader: AdapterReader = self._ask_first("adapter_reader")
+        return reader
 
     def hold_adapter(self, adapter: Adapter) -> LoadedAdapter:
-        raise AdapterError(f"{adapter} cannot be held: several ranks serve no adapters yet")
+        limit_s = _QUERY_SECONDS + self._limit_s
+        held: list[LoadedAdapter] = self._call("hold_adapter", adapter, limit_s=limit_s)
+        return held[0]
 
     def holds_adapter(self, digest: str) -> bool:
-        del digest
-        return False
+        holds: bool = self._ask_first("holds_adapter", digest)
+        return holds
 
     def drop_adapter(self, digest: str) -> None:
-        """Ranks hold none."""
+        self._call("drop_adapter", digest, limit_s=_QUERY_SECONDS + self._limit_s)
 
     def staging_blocks(self) -> Sequence[Content]:
         return ()

@@ -11,7 +11,6 @@ from trencadis.engine.settings.engine_config import EngineConfig
 
 _REMEDIES: dict[str, tuple[object, str]] = {
     "runner": ("generate", "choose the runner generate"),
-    "enable_lora": (False, "leave enable_lora out"),
     "kv_tiers": ("", "leave kv_tiers out"),
 }
 """Settings with the one value that ranks can have, and the remedy for others."""

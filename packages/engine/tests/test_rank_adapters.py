@@ -1,0 +1,78 @@
+"""Adapters of several ranks: the tokens of PEFT, and a load that is that of all ranks or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from adapters import Reference, save_adapter
+from request_mix import SMALL, finish
+from test_ranks import _one_thread, start  # noqa: F401  (fixtures)
+
+from trencadis.engine import AdapterError, EngineCore, GenerateRequest, SamplingParams
+from trencadis.engine.core.reconfigure import ModelSwitcher
+
+NAMES = ("a", "b", "c", None)
+PROMPTS = [tuple(range(3 + i, 9 + 3 * i)) for i in range(8)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def tokens_of(core: EngineCore) -> dict[int, list[int]]:
+    """Those of each prompt, with each adapter in turn."""
+    for number, prompt in enumerate(PROMPTS):
+        core.add(f"{number}", GenerateRequest(prompt, GREEDY, lora=NAMES[number % len(NAMES)]))
+    return {int(key): [token.token_id for token in tokens] for key, tokens in finish(core).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "sizes"),
+    [
+        (2, {}),
+        (2, {"intermediate_size": 96, "attention_bias": True}),
+        # Each rank has a copy of the one key-value head.
+        (4, {"num_attention_heads": 4, "num_key_value_heads": 1}),
+    ],
+)
+def test_ranks_compute_what_peft_does(
+    size: int,
+    sizes: dict[str, object],
+    tmp_path: Path,
+    make_tiny_model: Callable[..., Path],
+    start: Callable[..., EngineCore],  # noqa: F811
+) -> None:
+    model = make_tiny_model(tmp_path / "model", **sizes)
+    folders = {
+        "a": save_adapter(model, tmp_path / "a", rank=4, seed=1),
+        "b": save_adapter(model, tmp_path / "b", rank=8, seed=2, targets=["o_proj", "k_proj"]),
+        "c": save_adapter(model, tmp_path / "c", rank=1, seed=3, targets=["down_proj", "up_proj"]),
+    }
+    reference = Reference(model, folders)
+    expected = {
+        number: reference.tokens(NAMES[number % len(NAMES)], prompt, 8)
+        for number, prompt in enumerate(PROMPTS)
+    }
+    settings = {**SMALL, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    modules = {name: str(folder) for name, folder in folders.items() if name != "c"}
+    core = start(model, size, **settings, lora_modules=modules, max_cpu_loras=3)
+    with pytest.raises(AdapterError, match="cannot be read"):
+        core.load_adapter("c", str(tmp_path / "nowhere"))
+    core.load_adapter("c", str(folders["c"]))
+    assert tokens_of(core) == expected
+    fourth = save_adapter(model, tmp_path / "d", rank=4, seed=4)
+    with pytest.raises(AdapterError, match="max_cpu_loras is 3"):
+        core.load_adapter("d", str(fourth))
+    core.unload_adapter("c")
+    core.load_adapter("d", str(fourth))
+    core.unload_adapter("d")
+    core.load_adapter("c", str(folders["c"]))
+    assert tokens_of(core) == expected
+    switcher = ModelSwitcher(core)
+    for level in (1, 2):
+        switcher.sleep(level)
+        switcher.wake_up()
+        assert tokens_of(core) == expected
+    whole = sum(path.stat().st_size for path in folders["a"].glob("*.safetensors"))
+    (first,) = (each for each in core.adapters if each.name == "a")
+    assert first.loaded.num_bytes == pytest.approx(whole, rel=0.2)
