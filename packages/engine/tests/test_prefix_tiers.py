@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,11 @@ import pytest
 from trencadis.engine import EngineConfig, GenerateRequest, SamplingParams
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.engine_core import EngineCore
+from trencadis.engine.core.prefix_tiers import PrefixTiers
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.ipc.messages import NewToken
+from trencadis.kvcache import disk_tier
 
 BLOCK = 8
 MAX_TOKENS = 7
@@ -212,7 +218,7 @@ def test_a_wrong_tier_is_named(value: str, models: list[Path]) -> None:
 
 
 def test_tiers_in_a_wrong_order_or_place_are_named(models: list[Path], tmp_path: Path) -> None:
-    for value in ("disk:a:1,host:1", "host:1,host:1"):
+    for value in ("disk:a:1,host:1", "host:1,host:1", "mine:Tier:1,host:1"):
         with pytest.raises(ConfigError, match="one of each kind, the host first"):
             config_of(models[0], value)
     with pytest.raises(ConfigError, match="enable_prefix_caching"):
@@ -221,3 +227,246 @@ def test_tiers_in_a_wrong_order_or_place_are_named(models: list[Path], tmp_path:
     file.write_bytes(b"")
     with pytest.raises(ConfigError, match="give a directory that this user may write"):
         EngineCore(config_of(models[0], f"disk:{file}:1"))
+
+
+OF_A_USER = '''
+import os
+from itertools import takewhile
+from pathlib import Path
+from trencadis.kvcache import TierCounters
+
+made = []
+
+
+class Remote:
+    name = "remote"
+
+    def __init__(self, limit_bytes):
+        self.limit_bytes = limit_bytes
+        self.counters = TierCounters()
+        self.blocks = {}
+        self.models = set()
+        self.is_closed = False
+        made.append(self)
+
+    def wants(self, key):
+        return key not in self.blocks
+
+    def store(self, key, content):
+        self.blocks[key] = b"".join(content)
+
+    def num_leading(self, keys):
+        count = 0
+        for key in keys:
+            if key not in self.blocks:
+                break
+            count += 1
+        return count
+
+    def load(self, key, content):
+        stored, start = self.blocks[key], 0
+        for piece in content:
+            piece[:] = stored[start : start + piece.nbytes]
+            start += piece.nbytes
+        self.counters.num_loaded_blocks += 1
+        return True
+
+    def close(self):
+        self.is_closed = True
+
+
+class Shared(Remote):
+    """Files that several processes write and read, as a connector between them."""
+
+    def _file(self, key):
+        return Path(__file__).with_name(key.hex())
+
+    def wants(self, key):
+        return not self._file(key).exists()
+
+    def store(self, key, content):
+        unfinished = self._file(key).with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(b"".join(content))
+        unfinished.rename(self._file(key))
+
+    def num_leading(self, keys):
+        return sum(1 for _ in takewhile(lambda key: self._file(key).exists(), keys))
+
+    def load(self, key, content):
+        self.blocks[key] = self._file(key).read_bytes()
+        return super().load(key, content)
+
+
+class Raises(Remote):
+    def store(self, key, content):
+        raise RuntimeError("store")
+
+    def num_leading(self, keys):
+        return 0
+
+
+class Loads(Remote):
+    def load(self, key, content):
+        raise RuntimeError("load")
+
+
+class Half:
+    name = "half"
+
+    def __init__(self, limit_bytes):
+        self.counters = TierCounters()
+'''
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "tier_of_a_user.py").write_text(OF_A_USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("tier_of_a_user")
+    del sys.modules["tier_of_a_user"]
+
+
+def test_a_tier_of_a_user_serves_each_model_its_own_blocks_through_switches(
+    models: list[Path], user_module: Any, serve: Callable[[EngineConfig], Served]
+) -> None:
+    """What the tier knows of a model is made anew on a switch: the same prompt finds nothing of the
+    other one, and its own blocks again afterwards."""
+    setting = "host:0.00001,tier_of_a_user:Remote:0.5"
+    plain, served = serve(config_of(models[0])), serve(config_of(models[0], setting))
+    (tier,) = user_module.made
+    assert tier.limit_bytes == 1 << 29
+    prompt = tuple(range(1, 60)) * 2
+    for core in (plain, served):
+        core.run({"a": prompt})
+    switcher = ModelSwitcher(served.core)
+    other = serve(config_of(models[1]))
+    other.run({"a": prompt})
+    of_first = set(tier.blocks)
+    assert len(of_first) >= 14
+    switcher.reconfigure_engine(config_payload(config_of(models[1], setting)), 1 << 30)
+    loaded = tier.counters.num_loaded_blocks
+    served.run({"b": prompt})
+    assert served.answers["b"] == other.answers["a"] != plain.answers["a"]
+    assert tier.counters.num_loaded_blocks == loaded
+    assert not of_first & (set(tier.blocks) - of_first)
+    assert len(tier.blocks) == 2 * len(of_first)
+    switcher.reconfigure_engine(config_payload(config_of(models[0], setting)), 1 << 30)
+    before = served.num_computed
+    served.run({"c": prompt})
+    assert served.answers["c"] == plain.answers["a"]
+    assert served.num_computed - before <= BLOCK
+    assert not tier.is_closed
+    served.close()
+    assert tier.is_closed
+
+
+PREFILLS = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from test_prefix_tiers import Served, config_of
+served = Served(config_of(Path(sys.argv[1]), "tier_of_a_user:Shared:1"))
+served.run({"prompt": tuple(range(1, 60)) * 2}, max_tokens=1)
+served.close()
+"""
+
+
+def test_a_prompt_that_one_process_computed_is_decoded_by_another(
+    models: list[Path], user_module: Any, tmp_path: Path, serve: Callable[[EngineConfig], Served]
+) -> None:
+    """Prefill and decode apart: a tier that both use hands the blocks over."""
+    setting = "tier_of_a_user:Shared:1"
+    plain, decode = serve(config_of(models[0])), serve(config_of(models[0], setting))
+    arguments = [sys.executable, "-c", PREFILLS, str(models[0])]
+    arguments += [str(tmp_path), str(Path(__file__).parent)]
+    ended = subprocess.run(arguments, check=False, timeout=300, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+    for served in (plain, decode):
+        served.run({"prompt": tuple(range(1, 60)) * 2}, max_tokens=40)
+    assert decode.answers == plain.answers
+    assert decode.num_computed <= BLOCK < plain.num_computed
+
+
+@pytest.mark.parametrize("name", ["Raises", "Loads"])
+def test_a_tier_of_a_user_that_raises_ends_no_request(
+    models: list[Path], user_module: Any, serve: Callable[[EngineConfig], Served], name: str
+) -> None:
+    plain, served = (
+        serve(config_of(models[0])),
+        serve(config_of(models[0], f"tier_of_a_user:{name}:1")),
+    )
+    for core in (plain, served):
+        core.chat(num_turns=2)
+    assert served.answers == plain.answers
+    assert served.core.blocks.pool.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:Tier", "cannot be made .*ModuleNotFoundError"),
+        ("tier_of_a_user:Missing", "cannot be made .*AttributeError"),
+        ("tier_of_a_user:made", "cannot be made .*TypeError"),
+        ("tier_of_a_user:Half", "has no wants, store, num_leading, load, close"),
+    ],
+)
+def test_a_class_that_is_no_tier_is_named(
+    models: list[Path], user_module: Any, tmp_path: Path, name: str, message: str
+) -> None:
+    disk = f"disk:{tmp_path}/kv:1"
+    with pytest.raises(ConfigError, match=f"kv_tiers .*{message}") as error:
+        EngineCore(config_of(models[0], f"{disk},{name}:1"))
+    assert error.value.field == "kv_tiers"
+    PrefixTiers(disk).close()  # its directory is free again
+
+
+class FaultyDisk:
+    """The module ``os`` of a disk tier, on a disk that is full or slow."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def write(self, file: int, content: memoryview) -> int:
+        if self.fault == "full":
+            os.write(file, content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._wait()
+        return os.write(file, content)
+
+    def readv(self, file: int, pieces: list[memoryview]) -> int:
+        self._wait()
+        return os.readv(file, pieces)
+
+    def _wait(self) -> None:
+        if self.fault == "slow":
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("fault", ["full", "slow", "vanished"])
+def test_serving_goes_on_when_the_disk_fails_meanwhile(
+    models: list[Path],
+    tmp_path: Path,
+    serve: Callable[[EngineConfig], Served],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    plain, served = serve(config_of(models[0])), serve(config_of(models[0], f"disk:{tmp_path}:1"))
+    plain.chat()
+    served.chat(num_turns=2)
+    stats = served.core.stats.disk_tier
+    assert stats is not None
+    assert stats.num_errors == 0 < stats.num_stored_blocks
+    monkeypatch.setattr(disk_tier, "os", FaultyDisk(fault))
+    if fault == "vanished":
+        shutil.rmtree(tmp_path / disk_tier.DIRECTORY)
+    served.chat(2, 2)
+    stats = served.core.stats.disk_tier
+    assert stats is not None
+    assert served.answers == plain.answers
+    assert (stats.num_errors > 0) == (fault != "slow")
+    if fault == "full":  # what was written of a block is removed
+        assert not list((tmp_path / disk_tier.DIRECTORY).glob("tmp*"))
+    assert served.core.blocks.pool.num_used_blocks == 0

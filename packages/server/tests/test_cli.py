@@ -77,7 +77,10 @@ ENGINE = {
     "thermal_devices": ("0,2", (0, 2)),
     "thermal_policy": ("proportional", "proportional"),
     "thermal_policy_config": ('{"target_temp_c": 80}', {"target_temp_c": 80}),
-    "kv_tiers": ("host:1,disk:/kv:2.5", "host:1,disk:/kv:2.5"),
+    "kv_tiers": (
+        "host:1,disk:/kv:2.5,mine.tiers:Remote:4",
+        "host:1,disk:/kv:2.5,mine.tiers:Remote:4",
+    ),
     "kv_events_config": ('{"topic": "kv@pod@model"}', {"topic": "kv@pod@model"}),
 }
 SERVER = {

@@ -60,6 +60,11 @@ class CacheRecorder:
         self._removed.clear()
         self._stored.clear()
 
+    @property
+    def has_stored(self) -> bool:
+        """Whether `take` will tell of stored content."""
+        return bool(self._stored)
+
     def take(self) -> CacheEvents:
         """What was noted since the last call."""
         if not (self._stored or self._removed or self._cleared):  # as after most steps

@@ -2,7 +2,8 @@
 
 A tier knows blocks by keys of 32 bytes and content as bytes. What a key stands for (the tokens of a
 prefix, the model, the layout of a block) is decided by its caller: see `TierTransfers`. A tier of
-another package implements `BlockTier`, two methods in each direction.
+another package implements `BlockTier`, two methods in each direction; the engine imports it by its
+setting ``kv_tiers``, as ``module:Class:GIB``, and calls the class with the bytes it may keep.
 """
 
 from __future__ import annotations

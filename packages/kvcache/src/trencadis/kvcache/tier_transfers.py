@@ -119,14 +119,26 @@ class TierTransfers:
 
     # The step of a scheduler.
 
+    @property
+    def can_store(self) -> bool:
+        """Whether a step without requests would store blocks: otherwise those of a last answer
+        would wait for the next request."""
+        if not (self._unstored or self._recorder.has_stored):
+            return False
+        return len(self._free) + len(self._stored) > self._num_reserved
+
+    @property
+    def _num_reserved(self) -> int:
+        """Staging blocks that are for loads alone."""
+        return len(self._staging) // 2
+
     def begin_step(self, now: float) -> Copies:
         """The copies of device blocks to staging blocks with which a step begins."""
         self._collect(now)
         for key in self._recorder.take().stored:
             self._unstored[key.digest] = key
         copies: list[BlockCopy] = []
-        num_reserved = len(self._staging) // 2  # for loads
-        while self._unstored and len(self._free) > num_reserved:
+        while self._unstored and len(self._free) > self._num_reserved:
             key = self._unstored.pop(next(iter(self._unstored)))
             block = self._blocks.pool.prefix_index.lookup(key)
             name = self._tier_key(key)

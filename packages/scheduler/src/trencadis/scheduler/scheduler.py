@@ -214,8 +214,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has anything to do: requests to serve or control requests to answer."""
-        return bool(self._states.groups) or self._control.has_control_requests
+        """Whether a step has anything to do: requests to serve, control requests to answer, or
+        blocks to store in tiers."""
+        if self._states.groups or self._control.has_control_requests:
+            return True
+        return self._tiers is not None and self._tiers.can_store
 
     # Requests.
 

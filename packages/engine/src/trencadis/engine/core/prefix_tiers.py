@@ -7,15 +7,17 @@ weights and on how they are computed, so the keys of each model are its own: `mo
 from __future__ import annotations
 
 import json
+import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import attrs
 
 from trencadis.engine.api.outputs import TierStats
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.runner.executor import Executor, ModelFacts
-from trencadis.engine.settings.kv_tiers import parse_tiers
+from trencadis.engine.settings.kv_tiers import TierSetting, parse_tiers
 from trencadis.kvcache import (
     BlockManager,
     BlockTier,
@@ -41,18 +43,16 @@ _SETTINGS = (
 
 
 class PrefixTiers:
-    """The tiers of an engine. Raises `ConfigError` for a disk tier that cannot be used."""
+    """The tiers of an engine. Raises `ConfigError` for one that cannot be used."""
 
     def __init__(self, setting: str) -> None:
         self._tiers: list[BlockTier] = []
         try:
-            for tier in parse_tiers(setting):
-                self._tiers.append(
-                    HostTier(tier.num_bytes)
-                    if tier.path is None
-                    else DiskTier(str(Path(tier.path).expanduser()), tier.num_bytes)
-                )
-        except KVCacheError as error:
+            for each in parse_tiers(setting):
+                self._tiers.append(_make_tier(each))
+        except (KVCacheError, ConfigError) as error:
+            for tier in self._tiers:
+                tier.close()
             raise ConfigError(f"kv_tiers {setting}: {error}", "kv_tiers") from error
         self._transfers: TierTransfers | None = None
 
@@ -91,6 +91,35 @@ class PrefixTiers:
             if tier.name == name:
                 return TierStats(**attrs.asdict(tier.counters))
         return None
+
+
+def _make_tier(setting: TierSetting) -> BlockTier:
+    if setting.class_name is not None:
+        return _import_tier(setting.class_name, setting.num_bytes)
+    if setting.path is not None:
+        return DiskTier(str(Path(setting.path).expanduser()), setting.num_bytes)
+    return HostTier(setting.num_bytes)
+
+
+def _import_tier(path: str, limit_bytes: int) -> BlockTier:
+    """The tier of the class at ``module:Class``, which is called with the bytes it may keep."""
+    try:
+        tier = pkgutil.resolve_name(path)(limit_bytes)
+    except Exception as error:  # importing a module runs it, so any error may leave it
+        raise ConfigError(
+            f"the tier {path} cannot be made ({type(error).__name__}: {error}): name a class whose "
+            "argument is its bytes, in a module that Python finds (PYTHONPATH)"
+        ) from error
+    missing = [name for name in _OF_A_TIER if not hasattr(tier, name)]
+    if missing:
+        raise ConfigError(
+            f"the tier {path} has no {', '.join(missing)}: see trencadis.kvcache.BlockTier"
+        )
+    return cast("BlockTier", tier)
+
+
+_OF_A_TIER = ("name", "counters", "wants", "store", "num_leading", "load", "close")
+"""What `BlockTier` declares."""
 
 
 def model_identity(facts: ModelFacts, device: str) -> bytes:

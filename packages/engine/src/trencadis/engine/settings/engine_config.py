@@ -588,7 +588,7 @@ class EngineConfig(CapacitySettings):
             metavar="TIERS",
             group=MEMORY,
             help="where KV blocks of prompts and answers are kept for later prompts beside the "
-            "device: host:GIB, disk:PATH:GIB, or both with a comma between them",
+            "device: host:GIB, disk:PATH:GIB, module:Class:GIB, or several with commas between",
             default="nowhere",
         ),
     )

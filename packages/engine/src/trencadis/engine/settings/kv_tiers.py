@@ -1,4 +1,7 @@
-"""The tiers below the device that ``kv_tiers`` names, as ``host:4,disk:/var/cache/kv:100``."""
+"""The tiers below the device that ``kv_tiers`` names, as ``host:4,disk:/var/cache/kv:100``.
+
+The last one may be a class of another package, ``module:Class:GIB``.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,20 @@ _MAX_GIB = 1 << 20
 
 @attrs.frozen
 class TierSetting:
-    """A tier of at most ``num_bytes``. ``path``: the directory of a disk tier, else None."""
+    """A tier of at most ``num_bytes``.
+
+    ``path``: the directory of a disk tier. ``class_name``: ``module:Class`` of a tier of another
+    package. A host tier has neither.
+    """
 
     num_bytes: int
     path: str | None = None
+    class_name: str | None = None
+
+    @property
+    def rank(self) -> int:
+        """Its place among the others."""
+        return 2 if self.class_name is not None else self.path is not None
 
 
 def parse_tiers(value: object) -> tuple[TierSetting, ...]:
@@ -27,9 +40,9 @@ def parse_tiers(value: object) -> tuple[TierSetting, ...]:
     if not value:
         return ()
     tiers = tuple(_parse_tier(value, part) for part in value.split(","))
-    kinds = [tier.path is not None for tier in tiers]
-    if kinds not in ([True], [False], [False, True]):
-        raise _wrong(value, "there may be one of each kind, the host first")
+    ranks = [tier.rank for tier in tiers]
+    if ranks != sorted(set(ranks)):
+        raise _wrong(value, "there may be one of each kind, the host first and a class last")
     return tiers
 
 
@@ -46,12 +59,16 @@ def _parse_tier(value: str, part: str) -> TierSetting:
         return TierSetting(int(gib * _GIB))
     if kind == "disk" and path and "\0" not in path:
         return TierSetting(int(gib * _GIB), path)
-    raise _wrong(value, f"{shown(part)} names neither")
+    if kind not in ("host", "disk") and all(
+        name.isidentifier() for name in (*kind.split("."), *path.split("."))
+    ):
+        return TierSetting(int(gib * _GIB), class_name=f"{kind}:{path}")
+    raise _wrong(value, f"{shown(part)} names no tier")
 
 
 def _wrong(value: object, reason: str) -> ConfigError:
     return ConfigError(
-        f"kv_tiers {shown(value)} cannot be used ({reason}): give host:GIB, disk:PATH:GIB, or both "
-        "with a comma between them",
+        f"kv_tiers {shown(value)} cannot be used ({reason}): give host:GIB, disk:PATH:GIB, "
+        "module:Class:GIB, or several with commas between them",
         "kv_tiers",
     )
