@@ -149,8 +149,7 @@ class KVEventPublisher:
         self._config = config
         self._topic = config.topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
-        # Bounded by `has_space`: one with a bound of its own takes several locks a step.
-        self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._queue: queue.Queue[_Batch | None] = queue.Queue()  # bounded by `has_space`
         most_kept = 0 if config.replay_endpoint is None else config.buffer_steps
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=most_kept)
         self._next_replay_s = 0.0
