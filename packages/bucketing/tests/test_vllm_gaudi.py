@@ -165,6 +165,7 @@ def test_more_blocks_than_were_prepared_get_the_largest_bucket(host: ModuleType)
 def test_the_runner_may_change_the_lists(host: ModuleType) -> None:
     """As it does for a profile of one shape, and for models that pool."""
     manager = made(host)
+    assert manager.find_decode_bucket(5, 77) != (5, 1, 77)
     manager.decode_buckets.insert(0, (5, 1, 77))
     assert manager.find_decode_bucket(5, 77) == (5, 1, 77)
     manager.decode_buckets = [(2, 1, 9)]

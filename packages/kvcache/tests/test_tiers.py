@@ -451,6 +451,30 @@ def test_a_tier_that_hangs_delays_one_prompt_for_a_second_and_no_other() -> None
     assert machine.transfers.close(60)
 
 
+class SlowTier(HostTier):
+    """A tier that takes 20 ms for each block."""
+
+    def load(self, key: bytes, content: Content) -> bool:
+        time.sleep(0.02)
+        return super().load(key, content)
+
+
+def test_a_tier_that_turns_out_to_be_slow_is_no_longer_waited_for() -> None:
+    """A block takes 0.02 s to load and 0.001 s to compute, against what was expected before."""
+    tier = SlowTier(GIB)
+    machine = Machine([tier], 16)
+    machine.compute_s = 0.001 / BLOCK
+    cached = []
+    for _ in range(2):
+        machine.serve(list(range(20)), "")
+        machine.finish_stores()
+        machine.blocks.reset_prefix_cache()
+        cached.append(machine.serve(list(range(20)), ""))
+        machine.blocks.reset_prefix_cache()
+    assert cached[0] > 0 == cached[1]
+    assert machine.transfers.close(60)
+
+
 def test_what_loads_slower_than_it_is_computed_is_computed() -> None:
     tier = HostTier(GIB)
     machine = Machine([tier], 16)

@@ -624,6 +624,20 @@ def test_finish_ends_one_sample_and_the_others_continue() -> None:
     assert group.results == [first, *others]
 
 
+def test_a_request_that_is_aborted_delays_the_end_of_no_sample_of_another() -> None:
+    bench = make()
+    first, second = (bench.add(name, 6, n=2, max_tokens=9) for name in "ab")
+    bench.step()
+    bench.step()
+    ended = second.unfinished_seqs[0]
+    assert bench.scheduler.finish(first.unfinished_seqs[0].seq_id)
+    assert bench.scheduler.finish(ended.seq_id)
+    bench.scheduler.abort("a")
+    num_tokens = ended.num_output_tokens
+    bench.step()
+    assert (ended.finish_reason, ended.num_output_tokens) == (FinishReason.STOP, num_tokens)
+
+
 def test_finish_of_the_last_sample_aborts_the_request_at_once() -> None:
     bench = make()
     group = bench.add("a", 6, n=2, max_tokens=9)

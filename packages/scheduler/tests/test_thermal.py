@@ -249,6 +249,9 @@ def test_the_heat_model_settles_at_the_temperature_of_its_resistances(board: obj
     assert model.power_w == board.limit_w
     model.settle(0)
     assert model.step(10.0, 0) == pytest.approx(model.chip_c)
+    passes = [board.prefill_pass_w(share) for share in (0.0, 0.25, 1.0)]
+    assert passes[0] == board.decode_w < board.limit_w == passes[2]
+    assert passes[1] == pytest.approx(0.75 * passes[0] + 0.25 * passes[2])
 
 
 @pytest.mark.parametrize("board", list(BOARDS.values()), ids=lambda board: board.name)

@@ -210,6 +210,35 @@ async def test_a_form_that_is_none_is_rejected(batching):
             assert answer.status_code == 400
 
 
+@pytest.mark.asyncio
+async def test_only_a_file_may_be_larger_than_other_bodies(batching):
+    async with batching(max_body_size=4096) as client:
+        with pytest.raises(openai.APIStatusError, match="4096") as caught:
+            await client.chat.completions.create(
+                model="stand-in", messages=[{"role": "user", "content": "x" * 9000}]
+            )
+        assert caught.value.status_code == 413
+        assert await client.files.create(file=("in.jsonl", b"{}\n" * 3000), purpose="batch")
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_stops_to_arrive_is_given_up(batching, tmp_path):
+    part = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n{}\n'
+    async with batching(body_timeout=1) as client:
+        url = client.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(
+            f"POST /v1/files HTTP/1.1\r\nHost: {url.host}:{url.port}\r\nContent-Length: 999\r\n"
+            "Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode()
+            + part
+        )
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 60)
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"request_timeout" in answer
+        assert [path.name for path in (tmp_path / "b").iterdir()] == ["lock"]
+
+
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=4), st.integers(1, 50))
 @settings(max_examples=200, deadline=None)
 def test_a_form_is_read_the_same_however_it_arrives(contents, size):
@@ -431,6 +460,22 @@ async def test_a_batch_expires_and_says_which_lines_were_not_answered(
         assert {each["error"]["code"] for each in failures} == {"batch_expired"}
         names = [each["custom_id"] for each in (*answers, *failures)]
         assert sorted(names) == sorted(f"r{n}" for n in range(60))
+
+
+@pytest.mark.asyncio
+async def test_the_batches_of_one_key_push_out_none_of_another(serving, tmp_path, monkeypatch):
+    monkeypatch.setattr(file_store, "MAX_ENDED", 1)
+    async with (
+        serving(batch_directory=str(tmp_path), api_keys=["one", "two"]) as url,
+        client_of(url, "one") as one,
+        client_of(url, "two") as two,
+    ):
+        kept = await ended(one, (await created(one, jsonl(line(1)))).id)
+        for _ in range(3):
+            last = await ended(two, (await created(two, jsonl(line(1)))).id)
+        assert [batch.id for batch in (await one.batches.list()).data] == [kept.id]
+        assert len((await two.batches.list()).data) == 2
+        assert (await two.batches.list()).data[0].id == last.id
 
 
 @pytest.mark.asyncio
