@@ -9,11 +9,12 @@ from typing import Any
 
 import attrs
 import pytest
+from adapters import Reference, save_adapter
 from model_families import save_family
-from request_mix import GREEDY, SMALL, serve
+from request_mix import GREEDY, SMALL, finish, serve
 from test_ranks import assert_equal, start, ways  # noqa: F401  (a fixture)
 
-from trencadis.engine import DeviceError, EngineConfig, EngineCore
+from trencadis.engine import DeviceError, EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.ipc.messages import BUSY_SECONDS
@@ -136,3 +137,32 @@ def test_each_rank_needs_a_gaudi(
     settings = {**SMALL, "device": "hpu", "tensor_parallel_size": 2}
     with stand_in_for_cores("lazy"), pytest.raises(DeviceError, match=text):
         EngineCore(EngineConfig(model=str(tiny_model), **settings))
+
+
+def test_no_adapter_compiles_anything(
+    tiny_model: Path,
+    tmp_path: Path,
+    start: Start,  # noqa: F811
+    stand_in_for_cores: Callable[..., Any],
+) -> None:
+    folders = {name: save_adapter(tiny_model, tmp_path / name, seed=ord(name)) for name in "abc"}
+    reference = Reference(tiny_model, folders)
+    prompts = [tuple(range(3 + i, 9 + 3 * i)) for i in range(8)]
+    names = ("a", "b", "c", None)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "warmup": "full"}
+    with stand_in_for_cores("lazy"):
+        core = start(tiny_model, device="hpu", max_model_len=64, **settings)
+        for _ in range(2):
+            for name, folder in folders.items():
+                core.load_adapter(name, str(folder))
+            for number, prompt in enumerate(prompts):
+                lora = names[number % 4]
+                core.add(f"{number}", GenerateRequest(prompt, greedy, lora=lora))
+            for key, tokens in finish(core).items():
+                number = int(key)
+                expected = reference.tokens(names[number % 4], prompts[number], 8)
+                assert [token.token_id for token in tokens] == expected
+            for name in folders:
+                core.unload_adapter(name)
+    assert core.stats.num_compilations == 0
