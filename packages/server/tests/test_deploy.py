@@ -35,6 +35,7 @@ from stand_in_engine import StandInEngine
 from switching_engine import SwitchingStandIn
 
 from trencadis.engine import EngineConfig, ThermalStats
+from trencadis.engine.settings.kv_events_config import KVEventsConfig
 from trencadis.server import create_app
 from trencadis.server.cli import engine_config, flag_parser, server_settings
 from trencadis.server.launch import ANSWER_TIMEOUT, STOP_TIMEOUT
@@ -310,6 +311,30 @@ def pod_settings() -> tuple[Any, EngineConfig]:
     secret = load_all("kubernetes/engine-serve.yaml")[0]["stringData"]
     (container,) = pod()["containers"]
     return settings_of(container["args"], secret)
+
+
+def test_aibrix_finds_the_pods_their_model_and_their_events() -> None:
+    service, policy, deployment = load_all("aibrix/engine-serve.yaml")
+    template = deployment["spec"]["template"]
+    labels, (container,) = template["metadata"]["labels"], template["spec"]["containers"]
+    settings, config = settings_of(container["args"], {})
+    name = labels["model.aibrix.ai/name"]
+    assert name == config.name == service["metadata"]["name"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    for selector in (deployment["spec"]["selector"], policy["spec"]["podSelector"]):
+        assert selector["matchLabels"].items() <= labels.items()
+    events = KVEventsConfig.of(config.kv_events_config)
+    assert events.publishes
+    assert labels["model.aibrix.ai/kv-events-enabled"] == "true"
+    # Where AIBrix subscribes; its labels are those of its pkg/constants.
+    assert (events.endpoint, events.replay_endpoint) == ("tcp://*:5557", "tcp://*:5558")
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": settings.port, "kv-events": 5557, "kv-replay": 5558}
+    assert labels["model.aibrix.ai/port"] == str(settings.port)
+    (ingress,) = policy["spec"]["ingress"]
+    assert {port["port"] for port in ingress["ports"]} == set(ports.values())
+    grace_s = template["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s >= seconds_to_end(settings.shutdown_timeout)
 
 
 def seconds_to_end(shutdown_timeout: float) -> float:
