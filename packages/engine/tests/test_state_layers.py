@@ -29,7 +29,9 @@ from trencadis.engine import (
 )
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
-from trencadis.engine.devices.cpu import CPUDevice
+from trencadis.engine.devices.cpu import CPUDevice, state_scan
+from trencadis.engine.devices.cpu.native_kernel import NoKernel
+from trencadis.engine.devices.cpu.state_scan import NativeScan
 from trencadis.engine.models.loader import inspect_model, load_model
 from trencadis.engine.models.packed_weight import QuantizedLinear
 from trencadis.engine.models.rounded_weights import round_weights
@@ -557,6 +559,30 @@ def test_states_have_dtypes_of_their_own_whatever_is_rounded(
     _, llm = generated(checkpoint(family), prompts(4), dtype="bfloat16", **changes)
     cache = llm.core.executor.worker.cache.states  # type: ignore[attr-defined]
     assert {part.dtype for part in cache._parts.values()} == {torch.bfloat16, torch.float32}
+
+
+@host_rows
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_mamba_2_is_scanned_by_the_kernel_where_there_is_one(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch, has_kernel: bool
+) -> None:
+    calls: list[int] = []
+    scan = NativeScan._scan
+
+    def counted(functions: NativeScan, value: torch.Tensor, *given: Any) -> torch.Tensor:
+        calls.append(value.shape[1])
+        return scan(functions, value, *given)
+
+    def absent(*_: Any, **__: Any) -> Any:
+        raise NoKernel("there is no C++ compiler")
+
+    monkeypatch.setattr(NativeScan, "_scan", counted)
+    if not has_kernel:
+        monkeypatch.setattr(state_scan, "load_kernel", absent)
+    given = prompts(4)
+    expected = greedy_of_transformers(hybrid, given)
+    assert generated(hybrid, given)[0] == expected
+    assert bool({1} & {*calls}) == bool({24} & {*calls}) == has_kernel
 
 
 @pytest.mark.parametrize("family", [HYBRID, "Mamba 2"])

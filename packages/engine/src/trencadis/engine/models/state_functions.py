@@ -132,7 +132,7 @@ class StaticFunctions:
     ) -> torch.Tensor:
         """One token of each row: ``state`` ``[B, H, P, N]`` is changed; returns ``[B, H, P]``."""
         heads_of_group = hidden_states.shape[1] // B.shape[1]
-        step = _time_step(dt, dt_bias, dt_softplus)
+        step = time_step(dt, dt_bias, dt_softplus)
         value = hidden_states.float()
         read, write = (_by_head(x.float(), heads_of_group, 1).unsqueeze(2) for x in (C, B))
         decay = torch.exp(step.unsqueeze(3) * A.float())
@@ -160,11 +160,11 @@ class StaticFunctions:
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All tokens of each row: ``[B, L, H, P]``, and the new states ``[B, H, P, N]``."""
+        """All tokens of each row: ``[B, L, H, P]``, and new states ``[B, H, P, N]``, in fp32."""
         del chunk_size
         length, heads = hidden_states.shape[1:3]
         heads_of_group = heads // B.shape[2]
-        step = _time_step(dt, dt_bias, dt_softplus).clamp(*dt_limit)
+        step = time_step(dt, dt_bias, dt_softplus).clamp(*dt_limit)
         if (real := self._real(length)) is not None:
             step = torch.where(real.unsqueeze(2), step, 0.0)
         value = hidden_states.float()
@@ -198,7 +198,7 @@ class StaticFunctions:
         out = _joined(out, length)
         if D is not None:
             out = out + value * D.float().unsqueeze(1)
-        return out.to(hidden_states.dtype), state
+        return out, state
 
     def torch_recurrent_gated_delta_rule(
         self,
@@ -274,7 +274,8 @@ class StaticFunctions:
         return _joined(torch.stack(out, dim=1), length).to(dtype), state
 
 
-def _time_step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
+def time_step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
+    """The time step of Mamba 2 in fp32."""
     step = dt.float() if bias is None else dt.float() + bias.float()
     return F.softplus(step) if softplus else step
 

@@ -167,6 +167,14 @@ class StateLayers:
         """Some models do not pass on to their layers what they are called with."""
         return None if "paged" in kwargs else (args, {**kwargs, "paged": self.paged})
 
+    def use_functions(self, functions: StaticFunctions, names: frozenset[str]) -> None:
+        """Compute with those of these names where layers call others, in the same shapes."""
+        for number, module, argument in self._modules:
+            called = functions_of(module) & names
+            if called:
+                own = with_functions(module, functions.in_place_of(called))
+                module.forward = functools.partial(self._forward, number, own, argument, False)
+
     def use_cache(self, cache: StateCache | None) -> None:
         """Read and keep states there from now on."""
         self._cache = cache

@@ -19,6 +19,7 @@ from trencadis.engine.devices.cpu.native_calls import Replayer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.packed_linear import PackedLinear, onednn_packs_bf16
 from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
+from trencadis.engine.devices.cpu.state_scan import FUNCTIONS, NativeScan
 from trencadis.engine.devices.cpu.threads import (
     AdaptiveThreads,
     default_num_threads,
@@ -45,6 +46,7 @@ from trencadis.engine.models.paged_context import Attention, LayerRun
 from trencadis.engine.models.quantized_cache import CACHE_DTYPES
 from trencadis.engine.models.rank_modules import least_over_ranks
 from trencadis.engine.models.replaced_layers import FoundLayer, layers_of, replace_layers
+from trencadis.engine.models.state_layers import StateLayers, state_layers_of
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -163,6 +165,8 @@ class CPUDevice(Device):
         first forward pass, whose memory is measured.
         """
         self.attention = self._attention_of(model)
+        if (states := state_layers_of(model)) is not None:
+            self._scan_states(states)
         self._multiply_integers(model)
         layers = [
             layer
@@ -232,6 +236,14 @@ class CPUDevice(Device):
             logger.info("Attention has no kernel of its own and is slower: %s", error)
             return CPUAttention()
         return CPUAttention(kernel)
+
+    def _scan_states(self, states: StateLayers) -> None:
+        try:
+            scan = NativeScan(self._kernels, trusted=self._trusted)
+        except NoKernel as error:
+            logger.info("Layers that keep a state have no kernel of their own: %s", error)
+            return
+        states.use_functions(scan, FUNCTIONS)
 
     def _multiply_integers(self, model: nn.Module) -> None:
         """Replace packed layers whose weights the kernel multiplies."""
