@@ -255,10 +255,13 @@ FLOORS: dict[str, list[set[str]]] = {
             *("rank_part", "rounded_weights", "score_heads"),
         },
         {
-            *("attention_operator", "checkpoint", "default_model", "packed_checkpoint"),
+            *("attention_operator", "checkpoint", "default_model"),
             *("rank_loading", "softmax_attention"),
         },
-        {"block_attention", "checkpoint_process", "decoder_layers", "pair_prompts"},
+        {
+            *("block_attention", "checkpoint_process", "decoder_layers", "packed_checkpoint"),
+            "pair_prompts",
+        },
         {"adapter_layers", "attention", "compiled_forward", "state_layers"},
         {"layer_reading"},
         {"loader"},

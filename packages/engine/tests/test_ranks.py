@@ -22,8 +22,12 @@ import psutil
 import pytest
 import torch
 from child_processes import children
+from hypothesis import given
+from hypothesis import strategies as st
 from model_families import save_family
 from request_mix import GREEDY, SMALL, WAYS, serve
+from safetensors.torch import load_file
+from test_packed_weights import FORMATS, quantize
 from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig
 
@@ -49,6 +53,7 @@ from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.tiled_linear import TiledLinear, load_linear_kernel
 from trencadis.engine.front import core_supervisor
 from trencadis.engine.models.loader import inspect_model, load_model
+from trencadis.engine.models.packed_weight import PackedWeight
 from trencadis.engine.models.rank_loading import divide
 from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.runner.in_process import InProcessExecutor
@@ -263,6 +268,85 @@ def test_each_rank_rounds_its_part_of_the_weights(
     )
     ways = [{**GREEDY, "logprobs": 1}]
     assert_equal(serve(rounded, ways, 3), serve(plain, ways, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *(("awq", 2), ("gptq of 4 bits", 2), ("int-quantized", 4), ("fp8 by channel", 2)),
+        *(("pack-quantized, 4 bits, zeros True, reorders False", 4), ("gptq of 8 bits", 4)),
+    ],
+)
+def test_ranks_divide_packed_weights(
+    tmp_path: Path,
+    make_tiny_model: Callable[..., Path],
+    start: Callable[..., EngineCore],
+    name: str,
+    size: int,
+) -> None:
+    """In bf16 sums of parts would round otherwise. With four ranks, two have the same KV head."""
+    model = _packed(tmp_path, make_tiny_model, name)
+    alone, core = (start(model, each) for each in (1, size))
+    ways = [{**GREEDY, "logprobs": 1}]
+    assert_equal(serve(core, ways, 3), serve(alone, ways, 3))
+    assert alone.executor.worker.spec.packing is not None
+    held, whole = core.executor._call("models_in_memory", limit_s=60.0), alone.config.model
+    assert [models[0].model for models in held] == [whole] * size
+
+
+def _packed(directory: Path, make_tiny_model: Callable[..., Path], name: str, **sizes: int) -> Path:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8} | sizes
+    model = make_tiny_model(directory / "plain", **sizes)
+    (directory / "to").mkdir()
+    return quantize(model, directory / "to", *FORMATS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "reason"),
+    [
+        ("gptq of 4 bits in another order", {}, r"inputs in any order \(desc_act\)"),
+        ("awq", {"intermediate_size": 80}, "40 of 80 inputs are not groups of 16"),
+        ("int-quantized", {"intermediate_size": 97}, "97 .*puts are not 2 equal parts"),
+    ],
+)
+def test_packed_weights_that_cannot_be_divided_are_named(
+    tmp_path: Path, make_tiny_model: Callable[..., Path], name: str, sizes: Any, reason: str
+) -> None:
+    spec = inspect_model(str(_packed(tmp_path, make_tiny_model, name, **sizes)))
+    assert spec.packing is not None
+    divided = divide(spec.config, spec.layers, "tiny", RankPart(0, 2))
+    files = load_file(Path(spec.source) / "model.safetensors")
+    layer = "model.layers.0.mlp.down_proj"
+    tensors = {each.removeprefix(f"{layer}."): own for each, own in files.items() if layer in each}
+    with pytest.raises(ModelError, match=f"{layer} cannot be divided between 2 ranks: .*{reason}"):
+        divided.packed_part(layer, spec.packing.read(tensors), None)
+
+
+@given(
+    st.sampled_from([torch.int8, torch.uint8]), st.sampled_from([1, 2, 4]), st.booleans(), st.data()
+)
+def test_parts_of_a_packed_weight_are_those_of_what_it_means(
+    dtype: torch.dtype, groups: int, has_zeros: bool, data: st.DataObject
+) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    columns = 16 // (2 if dtype is torch.uint8 else 1)
+    weight = PackedWeight(
+        torch.randint(0, 127, (6, columns)).to(dtype),
+        torch.rand(6, groups),
+        torch.randint(0, 9, (6, groups), dtype=torch.int16) if has_zeros else None,
+    )
+    whole = weight.unpacked()
+    first, end = sorted(data.draw(st.sets(st.integers(0, 6), min_size=2, max_size=2)))
+    rows = weight.of_outputs(range(first, end))
+    assert torch.equal(rows.unpacked(), whole[first:end])
+    unit = 16 // groups if groups > 1 else 2
+    bounds = st.integers(0, 16 // unit)
+    first, end = sorted(data.draw(st.sets(bounds, min_size=2, max_size=2)))
+    part = weight.of_inputs(range(first * unit, end * unit))
+    assert torch.equal(part.unpacked(), whole[:, first * unit : end * unit])
+    held = sum(each.untyped_storage().nbytes() for each in (part.steps, part.scales))
+    assert held == part.steps.nbytes + part.scales.nbytes, "no view of the whole"
 
 
 def test_a_warm_up_of_ranks_may_take_as_long_as_the_start_of_a_core(

@@ -193,7 +193,7 @@ def load_model(
     of_part = {} if divided is None else divided.loading_arguments()
     arguments: dict[str, Any] = {"config": spec.config}
     if spec.packing is not None:
-        arguments = loading_arguments(spec.config, spec.packing, spec.source)
+        arguments = loading_arguments(spec.config, spec.packing, spec.source, divided)
     try:
         loaded: Any = classes.from_pretrained(
             spec.source,

@@ -19,13 +19,18 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.packed_formats import Packing
 from trencadis.engine.models.packed_weight import QuantizedLinear
+from trencadis.engine.models.rank_loading import DividedModel
 from trencadis.engine.models.weight_files import weight_files
 
 _METHOD = "trencadis"
 
 
-def loading_arguments(config: PreTrainedConfig, packing: Packing, source: str) -> dict[str, Any]:
+def loading_arguments(
+    config: PreTrainedConfig, packing: Packing, source: str, divided: DividedModel | None = None
+) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` with which it makes packed layers `QuantizedLinear`.
+
+    A rank (``divided``) reads them one after the other, and keeps its part of each.
 
     Loading raises `ModelError` for a packed layer that is damaged, and for packed weights that
     belong to no linear layer, such as those of fused experts.
@@ -34,16 +39,17 @@ def loading_arguments(config: PreTrainedConfig, packing: Packing, source: str) -
     for each in {id(own): own for own in (plain, plain.get_text_config(decoder=True))}.values():
         if hasattr(each, "quantization_config"):
             del each.quantization_config
-    return {"config": plain, "quantization_config": _Packed(packing, source)}
+    return {"config": plain, "quantization_config": _Packed(packing, source, divided)}
 
 
 class _Packed(QuantizationConfigMixin):
     """What transformers hands to `_PackedLayers`."""
 
-    def __init__(self, packing: Packing, source: str) -> None:
+    def __init__(self, packing: Packing, source: str, divided: DividedModel | None) -> None:
         self.quant_method = _METHOD  # type: ignore[assignment]  # of its own
         self.packing = packing
         self.source = source
+        self.divided = divided
 
 
 class _Awaited(nn.Module):
@@ -90,6 +96,13 @@ class _PackedLayers(HfQuantizer):
             rf"^({known})\.",
         }
 
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        """transformers divides what is not packed."""
+        divided = self.quantization_config.divided
+        if divided is not None:
+            awaited = [n for n, each in model.named_modules() if isinstance(each, _Awaited)]
+            divided.leave_whole(awaited, model, plan)
+
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         awaited = {n: each for n, each in model.named_modules() if isinstance(each, _Awaited)}
         for name, layer in awaited.items():
@@ -112,7 +125,11 @@ class _PackedLayers(HfQuantizer):
                 f"layer {name} ({packing.form}) is {list(weight.shape)} where the model has "
                 f"{list(layer.shape)}"
             )
-        return QuantizedLinear(weight, layer.bias)
+        bias: nn.Parameter | None = layer.bias
+        divided = self.quantization_config.divided
+        if divided is not None:
+            weight, bias = divided.packed_part(name, weight, bias)
+        return QuantizedLinear(weight, bias)
 
     @property
     def is_trainable(self) -> bool:

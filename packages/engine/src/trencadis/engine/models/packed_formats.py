@@ -8,6 +8,7 @@ Activations are not quantised, whatever a checkpoint says of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +34,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class Packing:
     """How a checkpoint packs the weights of its linear layers.
 
-    ``key``: the tensor that a packed layer has, by the end of its name. ``read`` raises
+    It can be encoded by pickle, as all that ranks tell the core. ``key``: the tensor that a packed
+    layer has, by the end of its name. ``read`` raises
     `LookupError` for a layer without a tensor that it needs, and `ModelError` for one of another
     form.
     """
@@ -98,7 +100,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
         raise _NotRead(f"{weights['type']} of {bits} bits")
     form = WeightFormat("compressed-tensors", bits, is_float, size if strategy == "group" else 0)
     if stored == "pack-quantized" and not is_float:
-        return Packing(form, "weight_packed", lambda tensors: _pack_quantized(tensors, bits))
+        return Packing(form, "weight_packed", functools.partial(_pack_quantized, bits=bits))
     if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
         return Packing(form, "weight_scale", _plain_quantized)
     raise ValueError(stored)
@@ -149,7 +151,7 @@ def _gptq(settings: Mapping[str, Any]) -> Packing:
     stored = settings.get("checkpoint_format", "gptq")
     less = {"gptq": 1, "gptq_v2": 0}[stored]
     form = WeightFormat("gptq", bits, group=max(size, 0))
-    return Packing(form, "qweight", lambda tensors: _read_gptq(tensors, bits, less))
+    return Packing(form, "qweight", functools.partial(_read_gptq, bits=bits, less=less))
 
 
 def _read_gptq(tensors: Tensors, bits: int, less: int) -> PackedWeight:

@@ -103,6 +103,38 @@ class PackedWeight:
         """Columns of a group."""
         return self.shape[1] // self.groups
 
+    def of_outputs(self, kept: range) -> PackedWeight:
+        """The weight of some outputs."""
+        rows = slice(kept.start, kept.stop)
+        zeros = self.zero_points
+        return attrs.evolve(
+            self,
+            steps=self.steps[rows].clone(),  # not a view, which would keep all
+            scales=self.scales[rows].clone(),
+            zero_points=None if zeros is None else zeros[rows].clone(),
+        )
+
+    def of_inputs(self, kept: range) -> PackedWeight:
+        """The weight of some inputs. Raises `ModelError` where they are not whole groups."""
+        if self.order is not None:
+            raise ModelError("its groups have inputs in any order (desc_act)")
+        unit = self.group if self.groups > 1 else self.shape[1] // self.steps.shape[1]
+        if kept.start % unit or kept.stop % unit:
+            raise ModelError(f"{len(kept)} of {self.shape[1]} inputs are not groups of {unit}")
+        columns, groups = (
+            slice(kept.start * count // self.shape[1], kept.stop * count // self.shape[1])
+            for count in (self.steps.shape[1], self.groups)
+        )
+        if self.groups == 1:
+            groups = slice(None)
+        zeros = self.zero_points
+        return attrs.evolve(
+            self,
+            steps=self.steps[:, columns].contiguous().clone(),
+            scales=self.scales[:, groups].contiguous().clone(),
+            zero_points=None if zeros is None else zeros[:, groups].contiguous().clone(),
+        )
+
     def unpacked(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight, computed in fp32."""
         columns = self._of_columns(self.scales.float())

@@ -10,7 +10,7 @@ ones again, with the weights of this rank, and those that need other ranks are r
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.adapter_files import LayerShape
 from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.packed_weight import PackedWeight, QuantizedLinear
 from trencadis.engine.models.rank_modules import (
     RowLinear,
     SplitEmbedding,
@@ -109,10 +110,65 @@ class DividedModel:
                 model.set_submodule(name, SplitHead(_resized(module), sizes[name], rows))
             elif style == _ROWS and isinstance(module, nn.Linear):
                 model.set_submodule(name, RowLinear(_resized(module)))
+            elif style == _ROWS and isinstance(module, QuantizedLinear):
+                model.set_submodule(name, RowLinear(module))
             elif style == _COLUMNS and isinstance(module, nn.Linear):
                 if name.endswith(_KEYS_AND_VALUES) and part.repeats_kv_heads(self.whole):
                     _keep_heads(module, _layer_of(name, self.whole), part)
                 _resized(module)
+
+    def leave_whole(self, names: Collection[str], model: nn.Module, plan: dict[str, str]) -> None:
+        """Take packed layers out of transformers' plan, which divides weights: `packed_part` does.
+
+        Raises `ModelError` where a rule is that of packed and of other layers.
+        """
+        for pattern in {_pattern(name) for name in names}:
+            plan.pop(pattern, None)
+            for name, module in model.named_modules():
+                if _pattern(name) == pattern and isinstance(module, nn.Linear):
+                    raise ModelError(
+                        f"layer {name} is not packed, and others of {pattern} are: that does not "
+                        f"work with tensor_parallel_size {self.part.size} yet, leave it out"
+                    )
+
+    def packed_part(
+        self, name: str, weight: PackedWeight, bias: nn.Parameter | None
+    ) -> tuple[PackedWeight, nn.Parameter | None]:
+        """What the rank has of a packed layer. Raises `ModelError` where it cannot be divided."""
+        part, style = self.part, self.plan.get(_pattern(name))
+        if style in (None, _REPLICATED):
+            return weight, bias
+        outputs, inputs = weight.shape
+        reason = f"its rule {style} is not that of a packed layer"
+        if style == _COLUMNS:
+            if (kept := self._outputs_of(name, outputs)) is not None:
+                own = None if bias is None else bias[kept.start : kept.stop].clone()
+                return weight.of_outputs(kept), None if own is None else _fixed(own)
+            reason = f"{outputs} outputs are not {part.size} equal parts"
+        elif style == _ROWS:
+            size = inputs // part.size
+            try:
+                if inputs % part.size == 0:
+                    return weight.of_inputs(range(part.rank * size, (part.rank + 1) * size)), bias
+                reason = f"{inputs} inputs are not {part.size} equal parts"
+            except ModelError as error:
+                reason = str(error)
+        raise ModelError(
+            f"layer {name} cannot be divided between {part.size} ranks: {reason}. Leave "
+            "tensor_parallel_size out, or serve another checkpoint"
+        )
+
+    def _outputs_of(self, name: str, outputs: int) -> range | None:
+        """The outputs of this rank; None where ranks cannot have as many each."""
+        part = self.part
+        if name.endswith(_KEYS_AND_VALUES) and part.repeats_kv_heads(self.whole):
+            kv_heads = _layer_of(name, self.whole).kv_heads
+            width, kept = outputs // kv_heads, part.kv_heads_of(kv_heads)
+            return range(kept.start * width, kept.stop * width)
+        if outputs % part.size:
+            return None
+        size = outputs // part.size
+        return range(part.rank * size, (part.rank + 1) * size)
 
 
 def divide(
@@ -163,6 +219,10 @@ def _normalizes_each_head(named: tuple[str, nn.Module]) -> bool:
     name, module = named
     weight = getattr(module, "weight", None)
     return name.endswith(("q_norm", "k_norm")) and weight is not None and weight.ndim > 1
+
+
+def _fixed(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
 
 
 def _is_divided(plan: Mapping[str, str], projection: str) -> bool:

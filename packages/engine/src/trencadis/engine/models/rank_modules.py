@@ -56,11 +56,11 @@ class RowLinear(nn.Module):
     ``linear`` has no bias: that is added once, to the sum.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: Any) -> None:
         super().__init__()
         self.linear = linear
         self.bias: nn.Parameter | None = linear.bias
-        linear.register_parameter("bias", None)
+        linear.bias = None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Outputs ``[..., outputs]`` of this rank's part of the inputs."""

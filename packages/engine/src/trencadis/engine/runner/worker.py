@@ -409,13 +409,6 @@ class Worker:
         form = ROUNDED_FORMATS.get(quantization) if packing is None else packing.form
         if form is None:
             return
-        if self._divided is not None and packing is not None:
-            raise ConfigError(
-                f"tensor_parallel_size {self.config.tensor_parallel_size} does not work with "
-                f"weights of {form} yet: serve another checkpoint than {self.spec.source}, or "
-                "leave it out",
-                "tensor_parallel_size",
-            )
         if packing is not None and quantization != "none":
             raise ConfigError(
                 f"quantization {quantization} rounds weights of bf16, and those of "
