@@ -310,6 +310,24 @@ class Loads(Remote):
         raise RuntimeError("load")
 
 
+class Looks(Remote):
+    def num_leading(self, keys):
+        raise RuntimeError("num_leading")
+
+
+class Wants(Remote):
+    def wants(self, key):
+        raise RuntimeError("wants")
+
+
+class Boasts(Remote):
+    def num_leading(self, keys):
+        return 1 << 20
+
+    def load(self, key, content):
+        return False
+
+
 class Half:
     name = "half"
 
@@ -387,8 +405,8 @@ def test_a_prompt_that_one_process_computed_is_decoded_by_another(
     assert decode.num_computed <= BLOCK < plain.num_computed
 
 
-@pytest.mark.parametrize("name", ["Raises", "Loads"])
-def test_a_tier_of_a_user_that_raises_ends_no_request(
+@pytest.mark.parametrize("name", ["Raises", "Loads", "Looks", "Wants", "Boasts"])
+def test_a_tier_of_a_user_that_is_wrong_ends_no_request(
     models: list[Path], user_module: Any, serve: Callable[[EngineConfig], Served], name: str
 ) -> None:
     plain, served = (

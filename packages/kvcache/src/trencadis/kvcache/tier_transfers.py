@@ -103,6 +103,7 @@ class TierTransfers:
         """Until when a request waits for its prefix; in the past for one that loads no more."""
         self._is_late = False
         """Whether a load has not ended in time, and the thread is still at it."""
+        self._has_raised = False
         # What the threads have finished with.
         self._stored: deque[int] = deque()
         self._loaded: deque[_Load] = deque()
@@ -142,7 +143,7 @@ class TierTransfers:
             key = self._unstored.pop(next(iter(self._unstored)))
             block = self._blocks.pool.prefix_index.lookup(key)
             name = self._tier_key(key)
-            if block is None or not any(tier.wants(name) for tier in self._tiers):
+            if block is None or not self._is_wanted(name):
                 continue
             staging = self._free.pop()
             self._step.stores.append((name, staging))
@@ -233,7 +234,7 @@ class TierTransfers:
         count = 0
         while count < len(names):
             # Each tier may have a part of the prefix.
-            found = max(tier.num_leading(names[count:]) for tier in self._tiers)
+            found = max(self._num_leading(tier, names[count:]) for tier in self._tiers)
             if not found:
                 break
             count += found
@@ -241,6 +242,28 @@ class TierTransfers:
             self._load_s_per_block *= _REFUSAL_DECAY if count else 1.0
             return 0
         return count
+
+    def _is_wanted(self, name: bytes) -> bool:
+        """Whether any tier would store a block. A tier that raises would not."""
+        try:
+            return any(tier.wants(name) for tier in self._tiers)
+        except Exception:
+            self._report_raised()
+            return False
+
+    def _num_leading(self, tier: BlockTier, names: Sequence[bytes]) -> int:
+        """As `BlockTier.num_leading`; 0 of a tier that raises, which ends no step."""
+        try:
+            return min(len(names), tier.num_leading(names))
+        except Exception:
+            self._report_raised()
+            return 0
+
+    def _report_raised(self) -> None:
+        """Log the first error alone: there may be one for each block of each step."""
+        if not self._has_raised:
+            logger.exception("A tier raised where it may not: serving goes on without its answer")
+        self._has_raised = True
 
     def _begin_load(
         self, request_id: str, keys: Sequence[BlockKey], count: int, now: float
