@@ -389,6 +389,7 @@ served.close()
 """
 
 
+@pytest.mark.slow
 def test_a_prompt_that_one_process_computed_is_decoded_by_another(
     models: list[Path], user_module: Any, tmp_path: Path, serve: Callable[[EngineConfig], Served]
 ) -> None:
