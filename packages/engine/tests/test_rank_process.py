@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from trencadis.engine import ModelError
+from trencadis.engine import ModelError, RankError
 from trencadis.engine.runner.ranks import rank_process, rank_processes
 from trencadis.engine.runner.ranks.rank_messages import Answer, Call, Cold, MessageReader, encode
 from trencadis.engine.runner.ranks.rank_processes import RankProcesses
@@ -145,3 +148,19 @@ def test_what_compiles_after_another_rank_has_failed_is_not_waited_for(
     assert told_late
     assert not told
     assert "rank 0 has failed alone" in processes._failure
+
+
+def test_a_stopped_rank_is_given_up_however_long_the_call_may_take() -> None:
+    ours, _theirs = socket.socketpair()
+    processes: Any = RankProcesses.__new__(RankProcesses)
+    processes._failure, processes._cold, processes._unread = "", set(), {1: {}}
+    processes._limit_s, processes._stopped_since, processes._end = 0.1, {}, lambda: None
+    processes._connections, processes._readers = [ours], [MessageReader(ours)]
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        try:
+            processes._processes = [process]
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(RankError, match=r"stopped\) has been so for 0.1 s"):
+                processes.answers(1, LIMIT_SECONDS)
+        finally:
+            process.kill()
