@@ -15,9 +15,17 @@ import pytest
 
 from trencadis.engine import ModelError, RankError
 from trencadis.engine.runner.ranks import rank_process, rank_processes
-from trencadis.engine.runner.ranks.rank_messages import Answer, Call, Cold, MessageReader, encode
+from trencadis.engine.runner.ranks.rank_messages import (
+    Answer,
+    Call,
+    Cold,
+    MessageReader,
+    digest_of,
+    encode,
+)
 from trencadis.engine.runner.ranks.rank_processes import RankProcesses
 from trencadis.engine.runner.step import StepInput, StepResult
+from trencadis.scheduler import Candidate
 
 LIMIT_SECONDS = 30.0
 
@@ -164,3 +172,16 @@ def test_a_stopped_rank_is_given_up_however_long_the_call_may_take() -> None:
                 processes.answers(1, LIMIT_SECONDS)
         finally:
             process.kill()
+
+
+def test_ranks_disagree_in_the_step_the_tokens_the_beams_or_the_failures() -> None:
+    same = StepResult(token_ids={1: 7}, candidates={2: [Candidate(3, -0.5)]})
+    others = [
+        StepResult(token_ids={1: 8}, candidates=same.candidates),
+        StepResult(token_ids={1: 7}, candidates={2: [Candidate(4, -0.5)]}),
+        StepResult(token_ids={1: 7}, candidates=same.candidates, failed={5: ModelError("no")}),
+    ]
+    digests = [digest_of(1, same), digest_of(2, same), *(digest_of(1, each) for each in others)]
+    assert len(set(digests)) == len(digests)
+    close = StepResult(token_ids={1: 7}, candidates={2: [Candidate(3, -0.4)]})
+    assert digest_of(1, close) == digest_of(1, same), "sums may be rounded otherwise"
