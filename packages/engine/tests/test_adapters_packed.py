@@ -32,7 +32,8 @@ def rounded(model: Path, target: Path, name: str) -> tuple[Path, Path]:
     tensors = load_file(model / "model.safetensors")
     for key, tensor in tensors.items():
         if tensor.dim() == 2:
-            in_int4 = name == "int4" and key.endswith("_proj.weight")
+            # Attention keeps 8 bits, and so does the last layer of an outer network: both are.
+            in_int4 = name == "int4" and key.endswith(("gate_proj.weight", "up_proj.weight"))
             weight = (rounded_int4 if in_int4 else rounded_int8)(tensor.bfloat16())
             tensors[key] = weight.unpacked()
     save_file(tensors, expanded / "model.safetensors", {"format": "pt"})

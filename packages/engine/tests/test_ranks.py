@@ -256,8 +256,10 @@ def test_each_rank_rounds_its_part_of_the_weights(
     """Weights that rounding leaves as they are: steps of one size, the largest in each group."""
     path = make_tiny_model(tmp_path, hidden_size=192, intermediate_size=256)
     model = AutoModelForCausalLM.from_pretrained(path)
-    for number, layer in enumerate(each for each in model.modules() if type(each) is nn.Linear):
-        most = 127 if layer is model.lm_head else largest  # which is rounded to 8 bits
+    layers = [(name, each) for name, each in model.named_modules() if type(each) is nn.Linear]
+    for number, (name, layer) in enumerate(layers):
+        # The others are rounded to 8 bits: both layers of the model are outer ones.
+        most = largest if name.endswith(("gate_proj", "up_proj")) else 127
         random = torch.Generator().manual_seed(number)
         steps = torch.randint(1 - most, most, layer.weight.shape, generator=random)
         steps[:, ::32] = -most

@@ -486,6 +486,14 @@ def _scheduler_requests(
     return [group] if params.needs_ranking else _split_samples(group, max(1, running_limit))
 
 
+_CODES_BY_NAME = {
+    "fp8": "fp8_e4m3",
+    "fp8_per_token_head": "fp8_e4m3",
+    "int8_per_token_head": "int8",
+}
+"""Further names of a type of the KV cache, whose content is one."""
+
+
 def _extra_keys(
     request: EngineRequest, adapter: str, kv_cache_dtype: str
 ) -> tuple[str | None, ...]:
@@ -496,8 +504,7 @@ def _extra_keys(
     """
     salt = request.cache_salt
     if kv_cache_dtype != "auto":
-        codes = "fp8_e4m3" if kv_cache_dtype == "fp8" else kv_cache_dtype  # two names of one
-        return (salt, adapter or None, codes)
+        return (salt, adapter or None, _CODES_BY_NAME.get(kv_cache_dtype, kv_cache_dtype))
     if adapter:
         return (salt, adapter)
     return () if salt is None else (salt,)

@@ -23,8 +23,10 @@ CACHE_DTYPES: Mapping[str, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    "int8_per_token_head": torch.int8,
+    "fp8_per_token_head": torch.float8_e4m3fn,
 }
-"""Those of `EngineConfig.kv_cache_dtype`, without ``auto``."""
+"""Those of `EngineConfig.kv_cache_dtype`, without ``auto``; the last are vLLM's names."""
 
 CODES = frozenset(CACHE_DTYPES.values())
 """The dtypes of a cache in 8 bits."""

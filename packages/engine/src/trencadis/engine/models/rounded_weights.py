@@ -21,6 +21,7 @@ from trencadis.engine.models.packed_weight import (
     pack_int4,
 )
 from trencadis.engine.models.replaced_layers import FoundLayer, layers_of, replace_layers
+from trencadis.kvcache import ceil_div
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -42,12 +43,18 @@ _CHUNK = 1024
 _TINY = torch.finfo(torch.float32).tiny
 _GIB = 1 << 30
 
-_TRIED_STEPS = (1.0, 0.95, 0.9, 0.85, 0.8)
+_TRIED_STEPS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
 """Sizes of a step of 4 bits that are tried, beside that which reaches a group's largest weight."""
+
+_OUTER_LAYERS = 8
+"""Of this many decoder layers one at each end keeps more bits; llama.cpp's share in Q4_K_M."""
 
 
 def round_weights(model: nn.Module, quantization: str) -> None:
     """Replace linear layers of bf16 by `QuantizedLinear` in a format of `ROUNDED_FORMATS`.
+
+    With int4, those of attention are int8, and so are in the first and last eighth of the decoder
+    layers those that end their feed-forward network: they cost the most perplexity for a byte.
 
     The input embedding becomes int8, one weight with the output head where the model ties both.
     Raises `ConfigError` where less than half of the weights, embeddings apart, are in such layers.
@@ -58,6 +65,7 @@ def round_weights(model: nn.Module, quantization: str) -> None:
     # The head has the most to lose, and keeps 8 bits: llama.cpp gives it 6 in files of 4 bits.
     output = getattr(model, "get_output_embeddings", lambda: None)()
     head = id(getattr(output, "linear", output))  # that of a rank has its part in it
+    in_8_bits = {head, *_keeping_8_bits(model)}
     table = getattr(model, "get_input_embeddings", lambda: None)()
     tables = [each for each in layers_of(model, nn.Embedding) if each[2] is table]
     tied: dict[int, PackedWeight] = {}
@@ -71,7 +79,7 @@ def round_weights(model: nn.Module, quantization: str) -> None:
         return QuantizedEmbedding(packed, layer.weight.dtype)
 
     def rounded(layer: nn.Linear) -> QuantizedLinear:
-        in_int8 = quantization == "int8" or id(layer) == head
+        in_int8 = quantization == "int8" or id(layer) in in_8_bits
         weight = tied.get(id(layer)) or (rounded_int8 if in_int8 else rounded_int4)(
             layer.weight.detach()
         )
@@ -95,8 +103,9 @@ def rounded_int8(weight: torch.Tensor) -> PackedWeight:
 def rounded_int4(weight: torch.Tensor, group: int = 32) -> PackedWeight:
     """Rounded to -8 to 7 steps of each group of inputs, a size of the step with the least error.
 
-    The sum of squared errors is compared for a few steps, of which the largest brings the weight of
-    the largest magnitude to -8. Scales are bf16. Inputs are a multiple of ``group``.
+    For a few sizes, of which one brings the weight of the largest magnitude to -8, the weights are
+    rounded; then the scale is that of the least sum of squared errors for these steps. Scales are
+    bf16. Inputs are a multiple of ``group``.
     """
     outputs, inputs = weight.shape
     steps = weight.new_empty((outputs, inputs // 2), dtype=torch.uint8)
@@ -105,21 +114,50 @@ def rounded_int4(weight: torch.Tensor, group: int = 32) -> PackedWeight:
     for rows, of_outputs, of_rows in zip(*chunks, strict=True):
         groups = rows.float().unflatten(1, (-1, group))
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-        best = largest.new_full(largest.shape, torch.inf)
-        found = torch.zeros_like(largest)
+        unit = groups / largest.abs().clamp_min(_TINY)  # squares of tiny weights would be 0
+        best, found = torch.zeros_like(largest), torch.zeros_like(largest)
+        best_steps = torch.zeros_like(groups)
         for size in _TRIED_STEPS:
-            scale = (largest * (-size / INT4_ZERO)).bfloat16().float()
-            error = (_int4_steps(groups, scale) * scale - groups).square_().sum(2, keepdim=True)
-            found = torch.where(error < best, scale, found)
-            best = torch.minimum(best, error)
-        of_outputs.copy_(found[..., 0])
-        of_rows.copy_(pack_int4((_int4_steps(groups, found) + INT4_ZERO).flatten(1)))
+            tried = _int4_steps(groups, largest * (-size / INT4_ZERO))
+            # The error is the sum of squared weights less this, with the best scale for the steps.
+            common = (tried * unit).sum(2, keepdim=True)
+            squares = tried.square().sum(2, keepdim=True).clamp_min(1.0)
+            explained = common.square() / squares
+            is_better = explained > best
+            found = torch.where(is_better, common / squares, found)
+            best_steps = torch.where(is_better, tried, best_steps)
+            best = torch.maximum(best, explained)
+        of_outputs.copy_((found * largest.abs())[..., 0])
+        of_rows.copy_(pack_int4((best_steps + INT4_ZERO).flatten(1)))
     return PackedWeight(steps, scales)
 
 
 def _int4_steps(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     size = scale.abs().clamp_min(_TINY).copysign(scale)
     return (groups / size).round_().clamp_(-INT4_ZERO, INT4_ZERO - 1)
+
+
+def _keeping_8_bits(model: nn.Module) -> set[int]:
+    """The ids of linear layers that are int8 in an int4 model, the head apart."""
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    num_layers = getattr(text, "num_hidden_layers", 0)
+    outer = ceil_div(num_layers, _OUTER_LAYERS)
+    found = set()
+    attention = ""
+    for path, module in model.named_modules():  # each module before its own
+        if "attention" in type(module).__name__.lower():
+            attention = f"{path}."
+        if type(module) is not nn.Linear:
+            continue
+        number = next((int(each) for each in path.split(".") if each.isdecimal()), None)
+        if number is None:
+            continue
+        is_outer = number < outer or number >= num_layers - outer
+        ends_network = module.out_features == getattr(text, "hidden_size", None)
+        if (attention and path.startswith(attention)) or (is_outer and ends_network):
+            found.add(id(module))
+    return found
 
 
 def _layers_to_round(model: nn.Module, form: WeightFormat) -> list[FoundLayer]:

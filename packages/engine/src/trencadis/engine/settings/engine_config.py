@@ -76,7 +76,9 @@ MAX_SWAP_BANDWIDTH = 1e6
 """GB/s. The fastest links between device and host have some hundred."""
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-KVCacheDType = Literal["auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"]
+KVCacheDType = Literal[
+    "auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "fp8_per_token_head"
+]
 SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
 Quantization = Literal["none", "int8", "int4"]
@@ -264,7 +266,8 @@ class EngineConfig(CapacitySettings):
         "--quantization",
         group=MODEL,
         help="rounds the bf16 weights of linear layers at load: int8, with a scale for each "
-        "output, or int4, for 32 inputs; embedding and output head by int8; not on hpu",
+        "output, or int4, for 32 inputs, with attention and some others by int8; embedding and "
+        "output head by int8; not on hpu",
     )
     enable_lora: bool = setting_field(
         False,
@@ -348,7 +351,8 @@ class EngineConfig(CapacitySettings):
         "--kv-cache-dtype",
         group=MEMORY,
         help="type of the KV cache: auto, that of the weights; or 8 bits with a scale for each "
-        "token and head, in half the memory: int8, or fp8, which is fp8_e4m3, or fp8_e5m2; on cpu",
+        "token and head: int8, or fp8, which is fp8_e4m3, or fp8_e5m2; names of vLLM: "
+        "int8_per_token_head, fp8_per_token_head (fp8); on cpu",
     )
     async_scheduling: bool | None = setting_field(
         None,
