@@ -65,6 +65,46 @@ def test_a_tied_model_has_one_table_less(tmp_path: Path) -> None:
     assert read_model_shape(path).num_parameters == LLAMA_PARAMETERS - 128_256 * 4096
 
 
+MIXTRAL = Path(__file__).parent / "data" / "mixtral-8x7b.json"
+QWEN = Path(__file__).parent / "data" / "qwen3-30b-a3b.json"
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters", "active"),
+    [
+        (MIXTRAL, 46_702_792_704, 12.9e9),
+        # Without its norms of queries and keys, which are left out.
+        (QWEN, 30_532_122_624 - 48 * 256, 3.3e9),
+    ],
+)
+def test_the_shape_of_a_mixture_is_that_of_its_checkpoint(
+    path: Path, parameters: int, active: float
+) -> None:
+    model = read_model_shape(path)
+    assert model.num_parameters == parameters
+    unused = (model.num_experts - model.experts_per_token) * model.expert_matrices
+    assert parameters - model.num_layers * unused == pytest.approx(active, rel=0.02)
+
+
+def test_a_token_reads_its_experts_and_many_read_all() -> None:
+    model = read_model_shape(MIXTRAL)
+    costs = CostModel(model, find_hardware("gaudi3"), 128)
+    one, many = (costs.work(Phase.DECODE, decode(batch, 8)).matrices for batch in (1, 256))
+    used = model.dense_matrices + 2 * model.expert_matrices
+    assert one.hbm_bytes == pytest.approx(2 * (32 * used + 4096), rel=1e-12)
+    assert many.hbm_bytes == pytest.approx(2 * (32 * model.layer_matrices + 256 * 4096), rel=1e-9)
+    # Each expert has 64 of 512 rows, and the matrix engine computes 128.
+    rows = 256 * model.dense_matrices + 8 * 128 * model.expert_matrices
+    assert many.flops == pytest.approx(2 * 32 * rows, rel=1e-9)
+
+
+def test_ranks_divide_experts() -> None:
+    whole = read_model_shape(MIXTRAL)
+    part = whole.divided(4)
+    assert 4 * part.expert_matrices == whole.expert_matrices
+    assert (part.num_experts, part.experts_per_token) == (8, 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -72,7 +112,11 @@ def test_a_tied_model_has_one_table_less(tmp_path: Path) -> None:
         ({"num_hidden_layers": "32"}, "'32' as num_hidden_layers"),
         ({"vocab_size": 0}, "0 as vocab_size"),
         ({"torch_dtype": "int4"}, "dtype 'int4'"),
-        ({"num_local_experts": 8}, "a mixture of experts is not modelled"),
+        ({"num_local_experts": 8}, "has no num_experts_per_tok"),
+        ({"num_experts": 8, "num_experts_per_tok": 9}, "9 as num_experts_per_tok and 8 as num_exp"),
+        ({"n_routed_experts": 8}, "a mixture with shared experts is not modelled"),
+        ({"mlp_only_layers": [0]}, "a mixture with dense layers is not modelled"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2, and a mixture with dense layers"),
         ({"quantization_config": {"bits": 4}}, "quantised weights is not modelled"),
     ],
 )

@@ -28,7 +28,7 @@ from trencadis.kvcache import (
     TierTransfers,
 )
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised with each change of what the bytes of a block mean."""
 
 _SETTINGS = (

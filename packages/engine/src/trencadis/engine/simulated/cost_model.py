@@ -9,6 +9,7 @@ traffic, apart from the share of the peaks that `Hardware` states.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import attrs
@@ -287,7 +288,13 @@ class CostModel:
         ``rows`` of logits are wanted.
         """
         model = self.model
-        matrices, table = model.num_layers * model.layer_matrices, self._table
+        table = self._table
+        num_used, rows_of_each = self._routed(tokens)
+        read = model.dense_matrices + num_used * model.expert_matrices
+        computed = (
+            self._padded(tokens) * model.dense_matrices
+            + num_used * self._padded(rows_of_each) * model.expert_matrices
+        )
         # One product for all query heads that share a KV head.
         group = model.num_heads // model.num_kv_heads
         together, of_all = self._padded(queries * group), self._padded(tokens * group)
@@ -295,8 +302,8 @@ class CostModel:
         kv_heads = model.num_layers * model.num_kv_heads
         return Work(
             matrices=Part(
-                flops=2 * self._padded(tokens) * matrices,
-                hbm_bytes=matrices * model.matrix_dtype_bytes
+                flops=2 * model.num_layers * computed,
+                hbm_bytes=model.num_layers * read * model.matrix_dtype_bytes
                 + tokens * model.hidden_size * model.dtype_bytes,
                 element_bytes=model.matrix_dtype_bytes,
             ),
@@ -311,6 +318,18 @@ class CostModel:
                 element_bytes=model.dtype_bytes,
             ),
         )
+
+    def _routed(self, tokens: int) -> tuple[float, int]:
+        """How many experts of a layer some token is routed to, and the tokens of each.
+
+        Each expert is as likely as any other. What no token is routed to is not read.
+        """
+        model = self.model
+        if not model.num_experts:
+            return 0.0, 0
+        share = model.experts_per_token / model.num_experts
+        num_used = model.num_experts * (1.0 - (1.0 - share) ** tokens)
+        return num_used, math.ceil(tokens * model.experts_per_token / num_used)
 
     @property
     def _table(self) -> int:

@@ -1,7 +1,9 @@
 """The sizes of a model's matrices, read from the ``config.json`` of its checkpoint.
 
-Dense decoder-only models with gated feed-forward layers (Llama, Mistral, Qwen, Gemma, …), with
-full attention in every layer. Biases and further norms are left out: below 0.1 % of the weights.
+Decoder-only models with gated feed-forward layers (Llama, Mistral, Qwen, Gemma, …), or with routed
+experts in every layer (Mixtral, Qwen3-MoE). Biases and further norms are left out: below 0.1 % of
+the weights. Attention counts as full in every layer: contiguous decode reads the blocks of a
+window's layers with all others, and the blocks of a model with one full layer stay.
 """
 
 from __future__ import annotations
@@ -24,10 +26,15 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _NOT_MODELLED = {
     "quantization_config": "quantised weights",
-    "num_local_experts": "a mixture of experts",
-    "num_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture with shared experts",
+    "num_shared_experts": "a mixture with shared experts",
+    "shared_expert_intermediate_size": "a mixture with shared experts",
+    "mlp_only_layers": "a mixture with dense layers",
 }
+
+
+_EXPERTS = ("num_local_experts", "num_experts")
+"""How Mixtral and Qwen3-MoE call the number of experts."""
 
 
 @attrs.frozen(kw_only=True)
@@ -36,6 +43,9 @@ class ModelShape:
 
     ``dtype_bytes`` is the type of the checkpoint and of activations, ``matrix_dtype_bytes`` that of
     the layers' weight matrices, ``kv_dtype_bytes`` that of the KV cache.
+
+    ``intermediate_size``: what a token computes with in a feed-forward layer: of ``num_experts``
+    experts (0: none) the ``experts_per_token`` that it is routed to, together.
     """
 
     hidden_size: int
@@ -50,6 +60,8 @@ class ModelShape:
     max_position_embeddings: int
     matrix_dtype_bytes: int = attrs.field()
     kv_dtype_bytes: int = attrs.field()
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     @matrix_dtype_bytes.default
     def _unquantized_matrices(self) -> int:
@@ -93,11 +105,24 @@ class ModelShape:
         )
 
     @property
-    def layer_matrices(self) -> int:
-        """Elements of the weight matrices of one layer."""
+    def dense_matrices(self) -> int:
+        """Elements of the weight matrices of one layer that every token is multiplied with."""
         attention = self.num_heads * self.head_dim
         kv = self.num_kv_heads * self.head_dim
-        return self.hidden_size * (2 * attention + 2 * kv + 3 * self.intermediate_size)
+        others = self.num_experts or 3 * self.intermediate_size  # a router, or the layer itself
+        return self.hidden_size * (2 * attention + 2 * kv + others)
+
+    @property
+    def expert_matrices(self) -> int:
+        """Elements of the weight matrices of one expert, 0 without experts."""
+        if not self.num_experts:
+            return 0
+        return 3 * self.hidden_size * ceil_div(self.intermediate_size, self.experts_per_token)
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of the weight matrices of one layer."""
+        return self.dense_matrices + self.num_experts * self.expert_matrices
 
     @property
     def num_parameters(self) -> int:
@@ -138,22 +163,40 @@ def read_model_shape(path: str | os.PathLike[str]) -> ModelShape:
     for key, what in _NOT_MODELLED.items():
         if config.get(key):
             raise ModelError(
-                f"{file} has {key}, and {what} is not modelled: take a dense bf16 model, whose "
+                f"{file} has {key}, and {what} is not modelled: take a bf16 model without, whose "
                 "weights --quantization fp8 quantises"
             )
+    if config.get("decoder_sparse_step", 1) != 1:
+        raise ModelError(
+            f"{file} has decoder_sparse_step {config['decoder_sparse_step']!r}, and a mixture with "
+            "dense layers is not modelled: take a model with experts in every layer, or in none"
+        )
     return _shape(file, config)
 
 
 def _shape(file: Path, config: Mapping[str, Any]) -> ModelShape:
     hidden, heads = _size(file, config, "hidden_size"), _size(file, config, "num_attention_heads")
     model_type = str(config.get("model_type", ""))
+    experts = next((key for key in _EXPERTS if config.get(key)), None)
+    num_experts = 0 if experts is None else _size(file, config, experts)
+    per_token = _size(file, config, "num_experts_per_tok") if num_experts else 0
+    if per_token > num_experts:
+        raise ModelError(
+            f"{file} has {per_token} as num_experts_per_tok and {num_experts} as {experts}: give "
+            "the config.json of a decoder-only model"
+        )
+    width = _size(file, config, "intermediate_size")
+    if num_experts:
+        width = per_token * _size(file, config, "moe_intermediate_size", width)
     return ModelShape(
         hidden_size=hidden,
         num_layers=_size(file, config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=_size(file, config, "num_key_value_heads", heads),
         head_dim=_size(file, config, "head_dim", hidden // heads),
-        intermediate_size=_size(file, config, "intermediate_size"),
+        intermediate_size=width,
+        num_experts=num_experts,
+        experts_per_token=per_token,
         vocab_size=_size(file, config, "vocab_size"),
         # A config omits its class's default; among these classes, only Gemma ties by default.
         tied=bool(config.get("tie_word_embeddings", model_type.startswith("gemma"))),
