@@ -29,6 +29,7 @@ from trencadis.engine import (
     SamplingParams,
 )
 from trencadis.engine.api.inspection import MAX_GRID_SIZES
+from trencadis.engine.core.adapter_loads import AdapterLoads
 from trencadis.engine.core.core_process import _handle
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.ipc.messages import Inspect, Inspected
@@ -247,7 +248,7 @@ def test_a_core_that_cannot_be_inspected_answers_with_an_error_and_lives_on(
     core.warm_up()
     sent: list[object] = []
     core.blocks.pool = None
-    _handle(core, SimpleNamespace(send=sent.append), Inspect(7), {})
+    _handle(core, SimpleNamespace(send=sent.append), Inspect(7), {}, AdapterLoads())
     assert [(answer.number, answer.inspection) for answer in sent] == [(7, None)]
     assert "block_map" in sent[0].error
     assert "could not be inspected" in caplog.text

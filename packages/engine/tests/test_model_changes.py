@@ -17,6 +17,7 @@ from trencadis.engine import (
     SwitchFailedError,
     SwitchInProgressError,
 )
+from trencadis.engine.core.adapter_loads import AdapterLoads
 from trencadis.engine.core.core_process import _handle
 from trencadis.engine.core.engine_core import EngineCore
 from trencadis.engine.core.reconfigure import ModelSwitcher
@@ -158,7 +159,9 @@ def test_a_request_that_reaches_a_sleeping_core_is_told_so(tiny_model: Any) -> N
     class Channel:
         send = staticmethod(answers.append)
 
-    _handle(core, Channel(), Add("a/1", GenerateRequest((5, 6), SamplingParams())), {})
+    _handle(
+        core, Channel(), Add("a/1", GenerateRequest((5, 6), SamplingParams())), {}, AdapterLoads()
+    )
     (rejected,) = answers
     assert isinstance(rejected, Rejected)
     supervisor = CoreSupervisor(config, Core(), READY, LogSettings())
