@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from trencadis.engine.models.loader import inspect_model, load_model
 from trencadis.engine.models.packed_weight import QuantizedLinear
 from trencadis.engine.models.rounded_weights import round_weights
 from trencadis.engine.models.state_layers import StateLayers
-from trencadis.engine.runner import host_swap, model_runner
+from trencadis.engine.runner import background_warmup, host_swap, model_runner
 from trencadis.engine.runner.block_moves import copy_blocks
 from trencadis.kvcache import Direction
 
@@ -426,6 +427,34 @@ def test_after_sleep_and_after_a_switch_states_begin_anew(
         config = EngineConfig(model=str(model), **SMALL | AMPLE)
         switcher.reconfigure_engine(config_payload(config), 1 << 30)
         assert tokens(core) == expected
+
+
+@host_rows
+def test_a_warm_up_in_the_background_leaves_the_states_of_requests_alone(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`StateLayers` are of one forward pass at a time: no other thread begins one."""
+    expected = serve(make_core(hybrid), WAYS["greedy"])
+    core = make_core(hybrid, warmup="background")
+    core.warm_up()
+    threads, begin, step = set(), StateLayers.begin, core.step
+
+    def noting(*arguments: Any) -> None:
+        threads.add(threading.current_thread())
+        begin(*arguments)
+
+    def stepping() -> Any:
+        core.advance_warm_up()
+        return step()
+
+    monkeypatch.setattr(background_warmup, "_MAX_DELAY_SECONDS", -1.0)
+    monkeypatch.setattr(StateLayers, "begin", noting)
+    monkeypatch.setattr(core, "step", stepping)
+    assert serve(core, WAYS["greedy"]) == expected
+    background = core.executor.worker.background
+    assert background is not None
+    assert not background.is_running, "some buckets are left"
+    assert threads == {threading.current_thread()}
 
 
 def test_a_decode_of_many_sequences_is_one_call_of_each_layer(hybrid: Path) -> None:

@@ -599,11 +599,13 @@ class Worker:
     def _warm_up_first(self, grids: Grids) -> None:
         """Warm up the first bucket of each phase now, the others in the background."""
         capture = self._live_capture()
+        # No other thread may use the device while a graph is captured, and `StateLayers` have the
+        # sequences of one forward pass.
+        is_free = capture is None and self.runner.forward_runner.states is None
         self.background = BackgroundWarmupLoop(
             self.runner,
             grids,
-            # No other thread may use the device while a graph is captured.
-            in_thread=self.device.dynamic_shapes and capture is None,
+            in_thread=self.device.dynamic_shapes and is_free,
             capture=capture,
             is_ready=self.runner.buckets.is_ready,
             on_end=self.device.end_warm_up,
