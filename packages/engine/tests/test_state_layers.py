@@ -630,6 +630,24 @@ def test_int8_rounds_all_projections_of_mamba_2(
     assert found == dict.fromkeys(("in_proj", "out_proj"), QuantizedLinear)
 
 
+def test_int4_rounds_the_network_of_a_layer_that_is_called_after_its_attention(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """OLMo hybrid's layers of one kind are ``OlmoHybridLinearAttentionDecoderLayer``."""
+    spec = inspect_model(str(checkpoint("OLMo hybrid")))
+    model = load_model(spec, torch.device("cpu"), torch.bfloat16, 64)
+    round_weights(model, "int4")
+    of_4 = {
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, QuantizedLinear) and each.steps.dtype is torch.uint8
+    }
+    inner = {
+        f"model.layers.{number}.mlp.{name}_proj" for number in (1, 2) for name in ("gate", "up")
+    }
+    assert inner <= of_4
+
+
 @pytest.mark.parametrize(
     "family", sorted({*FAMILIES, *OTHER_FAMILIES} - {"Jamba", HYBRID, "Mamba 2"})
 )

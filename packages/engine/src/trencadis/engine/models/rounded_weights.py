@@ -146,7 +146,8 @@ def _keeping_8_bits(model: nn.Module) -> set[int]:
     found = set()
     attention = ""
     for path, module in model.named_modules():  # each module before its own
-        if "attention" in type(module).__name__.lower():
+        name = type(module).__name__.lower()
+        if "attention" in name and not name.endswith("layer"):  # that has a network, too
             attention = f"{path}."
         if type(module) is not nn.Linear:
             continue
