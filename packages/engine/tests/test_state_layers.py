@@ -429,6 +429,20 @@ def test_after_sleep_and_after_a_switch_states_begin_anew(
         assert tokens(core) == expected
 
 
+def test_asleep_there_is_no_memory_for_the_states_of_requests(hybrid: Path) -> None:
+    core = make_core(hybrid)
+    worker = core.executor.worker  # type: ignore[attr-defined]
+
+    def num_places() -> set[int]:
+        return {len(part) for part in worker.cache.states._parts.values()}
+
+    awake = num_places()
+    worker.sleep()
+    assert max(num_places()) <= 2, "that of padding, on some devices twice"
+    worker.wake()
+    assert num_places() == awake
+
+
 @host_rows
 def test_a_warm_up_in_the_background_leaves_the_states_of_requests_alone(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch

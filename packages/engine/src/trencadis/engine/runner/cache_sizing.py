@@ -167,12 +167,12 @@ class CacheSizing:
     def make_cache(
         self, num_blocks: int, num_host_blocks: int, place: torch.device | None = None
     ) -> KVCache:
-        """A cache on the device, or at another ``place``."""
+        """A cache on the device; at another ``place`` one that no request uses."""
         states = None
         if self._states:
             states = StateCache(
                 layers=self._states,
-                num_slots=self.num_state_slots,
+                num_slots=1 if place else self.num_state_slots,
                 dtype=self._state_dtype,
                 device=place or self._device.torch_device,
                 num_host_slots=self.num_host_state_slots(num_host_blocks),
