@@ -489,3 +489,23 @@ def test_serving_goes_on_when_the_disk_fails_meanwhile(
     if fault == "full":  # what was written of a block is removed
         assert not list((tmp_path / disk_tier.DIRECTORY).glob("tmp*"))
     assert served.core.blocks.pool.num_used_blocks == 0
+
+
+def test_an_engine_that_sleeps_has_no_blocks_to_store(
+    models: list[Path], serve: Callable[[EngineConfig], Served]
+) -> None:
+    """A step for them would run on a model without its device memory."""
+    budget = {"num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 2048}
+    served = serve(config_of(models[0], "host:1", **budget))
+    core = served.core
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    for user in range(8):  # more blocks than can be moved in one step
+        prompt = tuple(1 + (7 * user + i) % 60 for i in range(150))
+        core.add(str(user), GenerateRequest(prompt, params))
+    core.step()
+    core.step()
+    switcher = ModelSwitcher(core)
+    switcher.sleep(1)
+    assert not core.has_work
+    switcher.wake_up()
+    served.run({"after": (1, 2, 3)})

@@ -222,3 +222,18 @@ def test_a_request_that_is_aborted_while_it_resumes_asks_the_core_for_nothing_mo
     assert isinstance(aborted, Abort)
     assert added.key in aborted.keys
     assert not core.requests.unfinished()
+
+
+def test_what_ends_all_requests_ends_those_that_are_still_to_resume(tokenizer: Tokenizer) -> None:
+    """The core would end them without a message once it sleeps, and their clients would wait."""
+    core = BusyCore(Add)
+    queues: list[asyncio.Queue[Any]] = [asyncio.Queue(), asyncio.Queue()]
+    for key, queue in zip("xy", queues, strict=True):
+        answers = Answers(tokenizer, max_tokens=9)
+        stream = RequestStream(key, answers.stream.request, tokenizer, queue.put_nowait)
+        core.requests.begin(key, stream, queue)
+    asyncio.run(core.requests.resume(core.requests.park()))
+    assert [type(message) for message in core.messages] == [Add, Abort, Abort]
+    assert not core.requests.unfinished()
+    for queue in queues:
+        assert queue.get_nowait().finish_reason == "abort"

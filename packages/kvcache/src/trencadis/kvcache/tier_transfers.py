@@ -213,6 +213,7 @@ class TierTransfers:
     def close(self, timeout_s: float = 1.0) -> bool:
         """End the threads, after what is queued to be stored. False where they need longer than
         ``timeout_s``: the tiers are still in use then."""
+        self._unstored.clear()  # no step of a scheduler that is idle is for them any more
         for load in self._loads.values():
             load.is_dropped = True
         self._store_queue.put(None)

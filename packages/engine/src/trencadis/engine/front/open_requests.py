@@ -134,25 +134,30 @@ class OpenRequests:
         are left end with the error.
         """
         waiting = [request for request in parked if request in self._parked]
-        for number, request in enumerate(waiting):
-            self._parked.discard(request)
-            try:
-                messages = []
+        self._parked.difference_update(waiting)
+        messages = []
+        sent = 0
+        try:
+            # All before the first is sent: what ends or parks every request meanwhile, as a sleep
+            # does, must find those of which the core is told next. It ends them without a message.
+            for number, request in enumerate(waiting):
                 for sample, token_ids in request.stream.to_resume().items():
                     key = f"{request.stream.request_id}/{next(self._numbers)}"
                     self._requests[key] = request
                     request.keys[key] = sample
-                    messages.append(add_message(key, request.resumption(sample, token_ids)))
-                for message in messages:
-                    if message.key in self._requests:  # it may be aborted between two messages
-                        self._core.check_health()
-                        await self._core.send(message)
-            except EngineError as error:
-                for left in waiting[number:]:
-                    self._parked.discard(left)
+                    resumed = request.resumption(sample, token_ids)
+                    messages.append((number, add_message(key, resumed)))
+            for number, message in messages:
+                sent = number
+                if message.key in self._requests:  # it may be aborted between two messages
+                    self._core.check_health()
+                    await self._core.send(message)
+        except EngineError as error:
+            for left in waiting[sent:]:
+                if left not in self._parked:  # again
                     await self.abort(left)
                     left.queue.put_nowait(type(error)(*error.args))
-                return number
+            return sent
         return len(waiting)
 
     async def deliver(self, step: StepDone) -> None:
