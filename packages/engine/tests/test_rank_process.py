@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from trencadis.engine import ModelError, RankError
@@ -170,6 +172,25 @@ def test_a_stopped_rank_is_given_up_however_long_the_call_may_take() -> None:
             process.send_signal(signal.SIGSTOP)
             with pytest.raises(RankError, match=r"stopped\) has been so for 0.1 s"):
                 processes.answers(1, LIMIT_SECONDS)
+        finally:
+            process.kill()
+
+
+def test_a_rank_that_answers_was_not_stopped_since_it_last_was() -> None:
+    ours, theirs = socket.socketpair()
+    processes: Any = RankProcesses.__new__(RankProcesses)
+    processes._failure, processes._cold, processes._unread = "", set(), {1: {}}
+    processes._limit_s, processes._stopped_since, processes._end = 60.0, {0: 0.0}, lambda: None
+    processes._connections, processes._readers = [ours], [MessageReader(ours)]
+    theirs.sendall(encode(Answer(1)))
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        try:
+            processes._processes = [process]
+            assert processes.answers(1, LIMIT_SECONDS)
+            process.send_signal(signal.SIGSTOP)
+            while processes._status(0) != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+            processes._check_running([0])
         finally:
             process.kill()
 

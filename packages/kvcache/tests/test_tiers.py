@@ -475,6 +475,17 @@ def test_a_tier_that_turns_out_to_be_slow_is_no_longer_waited_for() -> None:
     assert machine.transfers.close(60)
 
 
+class NegativeTier(HostTier):
+    def num_leading(self, keys: Iterable[bytes]) -> int:
+        return -1
+
+
+def test_a_tier_that_answers_with_a_negative_number_has_nothing() -> None:
+    machine = Machine([NegativeTier(GIB)], 16)
+    assert machine.serve(list(range(20)), "") == 0
+    assert machine.transfers.close(60)
+
+
 def test_what_loads_slower_than_it_is_computed_is_computed() -> None:
     tier = HostTier(GIB)
     machine = Machine([tier], 16)

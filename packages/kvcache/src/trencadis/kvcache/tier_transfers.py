@@ -255,7 +255,7 @@ class TierTransfers:
     def _num_leading(self, tier: BlockTier, names: Sequence[bytes]) -> int:
         """As `BlockTier.num_leading`; 0 of a tier that raises, which ends no step."""
         try:
-            return min(len(names), tier.num_leading(names))
+            return max(0, min(len(names), tier.num_leading(names)))
         except Exception:
             self._report_raised()
             return 0

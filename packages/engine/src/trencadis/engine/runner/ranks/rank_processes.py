@@ -256,6 +256,7 @@ class RankProcesses:
         except Exception as error:
             raise self.fail(f"rank {rank} has sent what cannot be read: {error}") from error
         assert isinstance(answer, (Answer, Cold))  # noqa: S101  (nothing else is sent)
+        self._stopped_since.pop(rank, None)  # it goes on
         return answer
 
     def _raise_errors(self, answers: dict[int, Answer]) -> None:
