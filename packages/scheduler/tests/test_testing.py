@@ -27,7 +27,7 @@ from trencadis.scheduler.testing import (
 from trencadis.scheduler.thermal import ProportionalThermalPolicy
 
 FIRST_FAULT = settings(
-    DEFAULT_SETTINGS, max_examples=400, stateful_step_count=25, phases=[Phase.generate]
+    DEFAULT_SETTINGS, max_examples=3000, stateful_step_count=25, phases=[Phase.generate]
 )
 """Without the search for the shortest example, which takes seconds."""
 

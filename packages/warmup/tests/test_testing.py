@@ -13,7 +13,7 @@ from trencadis.bucketing import Bucket
 from trencadis.warmup import GraphBudget, GraphCapture, Phase, capture_order
 from trencadis.warmup.testing import DEFAULT_SETTINGS, CaptureFault, GraphDevice, check_capture
 
-FIRST_FAULT = settings(DEFAULT_SETTINGS, phases=[HypothesisPhase.generate])
+FIRST_FAULT = settings(DEFAULT_SETTINGS, max_examples=3000, phases=[HypothesisPhase.generate])
 """Without the search for the smallest example."""
 
 Buckets = Mapping[Phase, Sequence[Bucket]]

@@ -100,7 +100,7 @@ def check_capture(capture: Capture, settings: Settings = DEFAULT_SETTINGS) -> No
     """
 
     @settings
-    @given(sizes=graph_sizes(), buckets=buckets_of_phases(), share=st.floats(0, 2))
+    @given(sizes=graph_sizes(), buckets=buckets_of_phases(), share=st.floats(0, 4))
     def run(sizes: Cost, buckets: dict[Phase, list[Bucket]], share: float) -> None:
         costs = [sizes(phase, bucket) for phase in Phase for bucket in buckets[phase]]
         budget = int(sum(costs) * share)
