@@ -2,8 +2,8 @@
 
     python tools/tests_by_line.py kvcache /tmp/kvcache.json
 
-Runs the default tests of the package once, under coverage.py. Tests that fail are left out of the
-file, and lines that only a started process runs have no tests in it.
+Runs the default tests of the package once, under coverage.py, which no session installs. Tests
+that fail are left out of the file, and lines that only a started process runs have no tests in it.
 """
 
 from __future__ import annotations

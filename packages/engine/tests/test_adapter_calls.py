@@ -19,6 +19,7 @@ from trencadis.engine import (
     GenerateRequest,
     InvalidRequest,
     SamplingParams,
+    SwitchInProgressError,
 )
 
 pytestmark = pytest.mark.usefixtures("own_processes")
@@ -72,6 +73,14 @@ def test_they_are_loaded_and_unloaded_and_survive_a_restart(
                 *(tokens(engine, name) for name in ("first", "second", None))
             )
             assert found == [expected["first"], expected["second"], expected[None]]
+            engine._changes.switching = "models are switched"
+            for change in (
+                engine.load_adapter("third", folders["third"]),
+                engine.unload_adapter("first"),
+            ):
+                with pytest.raises(SwitchInProgressError, match="models are switched"):
+                    await change
+            engine._changes.switching = ""
             with pytest.raises(AdapterError, match="'second' is loaded already"):
                 await engine.load_adapter("second", folders["second"])
             with pytest.raises(AdapterError, match="cannot be read"):

@@ -110,3 +110,25 @@ def test_a_model_that_sleeps_begins_with_states_of_zero(
     if mode == "eager":  # where programs stay, they are given the new cache
         assert core.executor.device.num_compilations() == before
     core.close()
+
+
+@pytest.mark.gaudi
+def test_a_pass_that_fails_leaves_no_cache_behind(
+    model: Path, lazy_gaudi: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(model, warmup="none")
+    runner: Any = core.executor.worker.runner.forward_runner  # type: ignore[attr-defined]
+    seen = []
+
+    def failing(**_: Any) -> None:
+        seen.append(runner.states.paged)
+        raise RuntimeError("a defect of the model")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_model", failing)
+        core.add("0", GenerateRequest(prompts()[1], GREEDY))
+        with pytest.raises(RuntimeError, match="a defect"):
+            core.step()
+    assert seen[0] is not None
+    assert runner.states.paged is None
+    core.close()

@@ -46,6 +46,7 @@ from trencadis.engine.runner.adapter_store import LoadedAdapter
 from trencadis.engine.runner.executor import Executor, ModelFacts
 from trencadis.engine.runner.executor_choice import make_executor
 from trencadis.engine.runner.host_swap import swap_governor
+from trencadis.engine.runner.limits import preemption_costs
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.settings.engine_config import EngineConfig
@@ -63,7 +64,6 @@ from trencadis.kvcache import (
 from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
-    PreemptionCosts,
     Scheduler,
     SchedulerOutput,
     SequenceStatus,
@@ -75,9 +75,6 @@ logger = logging.getLogger("trencadis.engine")
 
 STALLED_SECONDS = 0.01
 """Pause after a step in which no sequence could run."""
-
-_SEED_BLOCK_BYTES = 2 << 20
-"""A block of 16 tokens of a model of 8 billion parameters, for which seed 003 gives seconds."""
 
 _MAX_FAILED_STEPS = 3
 """Steps that may fail as a whole, one after the other, before the core gives up."""
@@ -180,7 +177,7 @@ class EngineCore:
             thermal=self._thermal.guard,
             defragmenter=self._defragmenter,
             state_slots=slots,
-            costs=_preemption_costs(facts.block_bytes, facts.state_bytes),
+            costs=preemption_costs(facts.block_bytes, facts.state_bytes),
             tiers=tiers,
             clock=self._clock,
         )
@@ -677,20 +674,3 @@ class EngineCore:
         """Tell what the prefix cache got and lost; later, where too much waits to be told."""
         if publisher.has_space and (events := self.blocks.take_events()):
             publisher.publish(events, self.blocks.config.block_size, self._adapters.names)
-
-
-def _preemption_costs(block_bytes: int, state_bytes: int) -> PreemptionCosts:
-    """What swaps cost before the first is measured.
-
-    A model of states alone has blocks of few bytes, which only count tokens, and states of many
-    thousand such blocks. At the seconds of a whole block it would never swap, and never measure.
-    """
-    costs = PreemptionCosts()
-    if not state_bytes:
-        return costs
-    share = min(1.0, block_bytes / _SEED_BLOCK_BYTES)
-    return PreemptionCosts(
-        swap_out_s_per_block=costs.swap_out_s_per_block * share,
-        swap_in_s_per_block=costs.swap_in_s_per_block * share,
-        blocks_per_state=state_bytes / block_bytes,
-    )

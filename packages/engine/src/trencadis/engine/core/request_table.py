@@ -23,6 +23,7 @@ from trencadis.engine.errors import BucketMiss, EngineOverloaded, InvalidRequest
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher
 from trencadis.engine.ipc.messages import Rejected, RequestError
+from trencadis.engine.models.quantized_cache import CACHE_DTYPES
 from trencadis.engine.runner.step import ChunkScores, SampleSettings
 from trencadis.scheduler import (
     BeamSearch,
@@ -486,14 +487,6 @@ def _scheduler_requests(
     return [group] if params.needs_ranking else _split_samples(group, max(1, running_limit))
 
 
-_CODES_BY_NAME = {
-    "fp8": "fp8_e4m3",
-    "fp8_per_token_head": "fp8_e4m3",
-    "int8_per_token_head": "int8",
-}
-"""Further names of a type of the KV cache, whose content is one."""
-
-
 def _extra_keys(
     request: EngineRequest, adapter: str, kv_cache_dtype: str
 ) -> tuple[str | None, ...]:
@@ -504,7 +497,11 @@ def _extra_keys(
     """
     salt = request.cache_salt
     if kv_cache_dtype != "auto":
-        return (salt, adapter or None, _CODES_BY_NAME.get(kv_cache_dtype, kv_cache_dtype))
+        return (
+            salt,
+            adapter or None,
+            str(CACHE_DTYPES[kv_cache_dtype]),
+        )  # a type has several names
     if adapter:
         return (salt, adapter)
     return () if salt is None else (salt,)

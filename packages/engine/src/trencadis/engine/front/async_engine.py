@@ -364,9 +364,11 @@ class EngineFront:
         """Load the adapter in the directory ``path``, for requests with ``lora=name``.
 
         Raises `AdapterError` for a name that is taken or an adapter that cannot be served,
-        `InvalidRequest` for other values, and the errors of `check_health`.
+        `InvalidRequest` for other values, `SwitchInProgressError` while models are switched, and
+        the errors of `check_health`.
         """
         await self.check_health()
+        self._changes.check_switching()  # it would be one of the next model
         check_adapter_name(name, "lora_name")
         path = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not is_text(path) or not path:
@@ -378,9 +380,11 @@ class EngineFront:
     async def unload_adapter(self, name: str) -> None:
         """Remove an adapter: new requests may not name it, those that were added go on with it.
 
-        Raises `AdapterError` for one that is not loaded, and the errors of `check_health`.
+        Raises `AdapterError` for one that is not loaded, `SwitchInProgressError` while models are
+        switched, and the errors of `check_health`.
         """
         await self.check_health()
+        self._changes.check_switching()
         check_adapter_name(name, "lora_name")
         await self._adapters.unload(name)
 

@@ -90,16 +90,21 @@ class ModelChanges:
         """Whether the core has been called and has not answered."""
         return bool(self._calls)
 
+    def check_switching(self) -> None:
+        """Raise `SwitchInProgressError` while models are switched."""
+        if self.switching:
+            raise SwitchInProgressError(self.switching)
+
     def check_admission(self) -> None:
         """Raise an error while no request is accepted, although the core lives."""
-        self._check_switching()
+        self.check_switching()
         if self.is_sleeping:
             raise EngineSleeping("the engine sleeps: wake it up, then send the request again")
 
     async def sleep(self, level: int) -> int:
         """See `AsyncEngine.sleep`."""
         level = integer(1, 2, error=InvalidRequest).checked("level", level)
-        self._check_switching()
+        self.check_switching()
         self.is_sleeping = True
         try:
             self._num_falling_asleep += 1
@@ -115,7 +120,7 @@ class ModelChanges:
 
     async def wake_up(self) -> None:
         """See `AsyncEngine.wake_up`."""
-        self._check_switching()
+        self.check_switching()
         if self.is_sleeping:
             await self._call(WakeUp)
 
@@ -215,10 +220,6 @@ class ModelChanges:
     def _will_sleep(self) -> bool:
         """Whether the core has still to read that it sleeps: what it answers now came before."""
         return self._num_falling_asleep > 0 or any(call.sleeps for call in self._calls.values())
-
-    def _check_switching(self) -> None:
-        if self.switching:
-            raise SwitchInProgressError(self.switching)
 
 
 def end_future(future: asyncio.Future[Any], error: EngineError) -> None:

@@ -412,17 +412,19 @@ class ForwardRunner:
             self.states.paged = paged
         elif self.states is not None:
             self.states.begin(batch.state_rows or dummy_rows(batch.shape))
-        out = (model or self._model)(
-            input_ids=tensors.token_ids,
-            position_ids=tensors.position_ids,
-            use_cache=False,
-            logits_to_keep=tensors.logit_rows,
-            paged=paged,
-        )
-        if self.states is not None:
-            self.states.paged = None
-            if not (is_static or batch.state_rows):
-                self.states.drop()
+        try:
+            out = (model or self._model)(
+                input_ids=tensors.token_ids,
+                position_ids=tensors.position_ids,
+                use_cache=False,
+                logits_to_keep=tensors.logit_rows,
+                paged=paged,
+            )
+        finally:
+            if self.states is not None:
+                self.states.paged = None  # it has the cache, which may go before the next pass
+        if self.states is not None and not (is_static or batch.state_rows):
+            self.states.drop()
         logits: torch.Tensor = out.logits[0].float()
         hidden = take_last_hidden()
         return (logits,) if hidden is None else (logits, hidden[0])
