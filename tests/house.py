@@ -250,20 +250,20 @@ FLOORS: dict[str, list[set[str]]] = {
             "weight_files",
         },
         {
-            *("adapter_files", "declared_modules", "gguf", "hub", "packed_formats"),
+            *("adapter_files", "declared_modules", "gguf_blocks", "hub", "packed_formats"),
             "paged_context",
             *("rank_part", "rounded_weights", "score_heads"),
         },
+        {"attention_operator", "packed_gguf", "rank_loading", "softmax_attention"},
         {
-            *("attention_operator", "checkpoint", "default_model"),
-            *("rank_loading", "softmax_attention"),
-        },
-        {
-            *("block_attention", "checkpoint_process", "decoder_layers", "packed_checkpoint"),
+            *("block_attention", "decoder_layers", "gguf", "packed_checkpoint"),
             "pair_prompts",
         },
-        {"adapter_layers", "attention", "compiled_forward", "state_layers"},
-        {"layer_reading"},
+        {
+            *("adapter_layers", "attention", "checkpoint", "compiled_forward"),
+            *("default_model", "state_layers"),
+        },
+        {"checkpoint_process", "layer_reading"},
         {"loader"},
     ],
     "engine.runner": [

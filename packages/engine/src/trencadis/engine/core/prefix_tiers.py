@@ -142,6 +142,7 @@ def model_identity(facts: ModelFacts, device: str) -> bytes:
             [str(layer) for layer in facts.spec.layers],
             [str(getattr(config, name)) for name in _SETTINGS],
             _files(facts.spec.source),
+            facts.spec.packing is not None,
             facts.spec.config.to_json_string(use_diff=False),
             str(getattr(facts.spec.config, "_commit_hash", None)),
         ]

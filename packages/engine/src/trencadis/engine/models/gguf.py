@@ -1,4 +1,7 @@
-"""Converts a GGUF file to bf16 safetensors in the user's cache directory, once."""
+"""Converts a GGUF file to safetensors in the user's cache directory, once.
+
+In bf16, for every device, and beside it packed, as far as `packed_gguf` reads the file.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from trencadis.engine.models.weight_files import has_all_tensors
 
 logger = logging.getLogger("trencadis.engine")
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the conversion. Increase it to invalidate older conversions."""
 
 _MAGIC = b"GGUF"
@@ -151,6 +154,8 @@ def _convert(gguf: Path, target: Path) -> None:
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
 
+    from trencadis.engine.models.packed_gguf import write_packed  # noqa: PLC0415
+
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
@@ -176,6 +181,7 @@ def _convert(gguf: Path, target: Path) -> None:
             f"{gguf} cannot be read as a GGUF model: {reason_of(error)}. Where it is damaged, "
             "download it again"
         ) from error
+    write_packed(gguf, model, target)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 

@@ -31,6 +31,7 @@ from trencadis.engine.models.layer_reading import declare_layers, read_layers
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.packed_checkpoint import loading_arguments
 from trencadis.engine.models.packed_formats import Packing, read_packing
+from trencadis.engine.models.packed_gguf import read_gguf_packing
 from trencadis.engine.models.pair_prompts import find_scoring
 from trencadis.engine.models.pooling import (
     check_causal,
@@ -109,7 +110,7 @@ def inspect_model(
         eos_token_ids=_eos_token_ids(source, text),
         is_pooling=is_pooling,
         layers=read_layers(config, name),
-        packing=read_packing(config, name),
+        packing=_read_packing(config, name, source),
     )
     _check_sizes(spec, name)
     return _inspect_pooling(spec, name, score_prompt, chat_template) if is_pooling else spec
@@ -263,6 +264,12 @@ def _weight_places(model: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
                 if isinstance(value, torch.Tensor):
                     found.setdefault(id(value), []).append((owner, name))
     return list(found.values())
+
+
+def _read_packing(config: PreTrainedConfig, name: str, source: str) -> Packing | None:
+    if Path(name).expanduser().is_file():
+        return read_gguf_packing(Path(source))
+    return read_packing(config, name)
 
 
 def _read_config(source: str, name: str) -> PreTrainedConfig:

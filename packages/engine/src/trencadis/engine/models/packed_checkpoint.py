@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig
@@ -17,8 +17,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trencadis.engine.errors import ModelError
-from trencadis.engine.models.packed_formats import Packing
-from trencadis.engine.models.packed_weight import QuantizedLinear
+from trencadis.engine.models.packed_formats import Packing, Tensors
+from trencadis.engine.models.packed_weight import (
+    PackedWeight,
+    QuantizedEmbedding,
+    QuantizedLinear,
+)
 from trencadis.engine.models.rank_loading import DividedModel
 from trencadis.engine.models.weight_files import weight_files
 
@@ -53,12 +57,17 @@ class _Packed(QuantizationConfigMixin):
 
 
 class _Awaited(nn.Module):
-    """Takes the place of a packed layer while transformers loads the other weights."""
+    """Takes the place of a packed layer while transformers loads the other weights.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    ``name``: the layer whose tensors it will have, another one where the model ties both.
+    """
+
+    def __init__(self, layer: nn.Linear | nn.Embedding, name: str) -> None:
         super().__init__()
-        self.bias = linear.bias
-        self.shape = (linear.out_features, linear.in_features)
+        self.name = name
+        self.is_table = isinstance(layer, nn.Embedding)
+        self.bias = getattr(layer, "bias", None)
+        self.shape = tuple(layer.weight.shape)
 
 
 @register_quantizer(_METHOD)
@@ -69,10 +78,15 @@ class _PackedLayers(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         packing = self.quantization_config.packing
-        self._files = _tensors_of(self.quantization_config.source)
+        self._files = _tensors_of(self.quantization_config.source, packing)
         end = f".{packing.key}"
         awaited = {name.removesuffix(end) for name in self._files if name.endswith(end)}
-        linears = {name for name, each in model.named_modules() if type(each) is nn.Linear}
+        table = model.get_input_embeddings()
+        linears = {
+            name
+            for name, each in model.named_modules()
+            if type(each) is nn.Linear or (packing.file is not None and each is table)
+        }
         if others := sorted(awaited - linears) or (not awaited and ["none is packed"]):
             raise ModelError(
                 f"packed weights ({packing.form.name}) are read for linear layers alone, under the "
@@ -85,11 +99,16 @@ class _PackedLayers(HfQuantizer):
                 f"packed weights ({packing.form.name}) with scaled activations ({scaled[0]}) are "
                 "not computed: serve the checkpoint in bf16"
             )
+        tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        for target, source in list(tied.items()):
+            name, of_name = target.removesuffix(".weight"), source.removesuffix(".weight")
+            if name not in awaited and of_name in awaited:
+                model.set_submodule(name, _Awaited(model.get_submodule(name), of_name))
+                del tied[target]
         for name in awaited:
-            linear: Any = model.get_submodule(name)
-            model.set_submodule(name, _Awaited(linear))
+            model.set_submodule(name, _Awaited(model.get_submodule(name), name))
             # A packed head shares nothing with the embedding, whatever the configuration says.
-            (getattr(model, "all_tied_weights_keys", None) or {}).pop(f"{name}.weight", None)
+            tied.pop(f"{name}.weight", None)
         known = "|".join(map(re.escape, sorted(awaited)))
         model._keys_to_ignore_on_load_unexpected = {
             *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
@@ -103,19 +122,32 @@ class _PackedLayers(HfQuantizer):
             awaited = [n for n, each in model.named_modules() if isinstance(each, _Awaited)]
             divided.leave_whole(awaited, model, plan)
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         awaited = {n: each for n, each in model.named_modules() if isinstance(each, _Awaited)}
-        for name, layer in awaited.items():
-            model.set_submodule(name, self._read(name, layer))
+        names: dict[str, list[str]] = {}
+        for tensor in self._files:
+            names.setdefault(tensor.rpartition(".")[0], []).append(tensor)
+        read: dict[str, tuple[PackedWeight, nn.Parameter | None]] = {}
+        with contextlib.ExitStack() as stack:
+            files = {
+                file: stack.enter_context(safe_open(file, "pt"))
+                for file in set(self._files.values())
+            }
+            for name, layer in awaited.items():
+                if layer.name not in read:
+                    tensors = {
+                        each.rpartition(".")[2]: files[self._files[each]].get_tensor(each)
+                        for each in names[layer.name]
+                    }
+                    read[layer.name] = self._read(layer, tensors)
+                weight, bias = read[layer.name]
+                made: nn.Module = QuantizedLinear(weight, bias)
+                if layer.is_table:
+                    made = QuantizedEmbedding(weight, model.config.dtype)
+                model.set_submodule(name, made)
 
-    def _read(self, name: str, layer: _Awaited) -> QuantizedLinear:
-        packing = self.quantization_config.packing
-        prefix = f"{name}."
-        tensors = {
-            each.removeprefix(prefix): _read_tensor(file, each)
-            for each, file in self._files.items()
-            if each.startswith(prefix)
-        }
+    def _read(self, layer: _Awaited, tensors: Tensors) -> tuple[PackedWeight, nn.Parameter | None]:
+        packing, name = self.quantization_config.packing, layer.name
         try:
             weight = packing.read(tensors)
         except (LookupError, RuntimeError, ModelError) as error:
@@ -129,7 +161,7 @@ class _PackedLayers(HfQuantizer):
         divided = self.quantization_config.divided
         if divided is not None:
             weight, bias = divided.packed_part(name, weight, bias)
-        return QuantizedLinear(weight, bias)
+        return weight, bias
 
     @property
     def is_trainable(self) -> bool:
@@ -139,23 +171,23 @@ class _PackedLayers(HfQuantizer):
         return False
 
 
-def _tensors_of(source: str) -> Mapping[str, Path]:
+def _tensors_of(source: str, packing: Packing) -> Mapping[str, Path]:
     """The file of each tensor."""
+    if packing.file is not None:
+        return _tensors_in([Path(packing.file)])
     directory = Path(source)
     if not directory.is_dir():
         from huggingface_hub import snapshot_download  # noqa: PLC0415  (slow)
 
         directory = Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+    return _tensors_in(weight_files(directory))
+
+
+def _tensors_in(files: Sequence[Path]) -> Mapping[str, Path]:
     found: dict[str, Path] = {}
-    for file in weight_files(directory):
+    for file in files:
         if file.suffix != ".safetensors":
             raise ModelError(f"packed weights are read from safetensors, not from {file.name}")
         with safe_open(file, "pt") as content:
             found.update(dict.fromkeys(content.keys(), file))
     return found
-
-
-def _read_tensor(file: Path, name: str) -> torch.Tensor:
-    with safe_open(file, "pt") as content:
-        tensor: torch.Tensor = content.get_tensor(name)
-    return tensor

@@ -37,12 +37,15 @@ class Packing:
     It can be encoded by pickle, as all that ranks tell the core. ``key``: the tensor that a packed
     layer has, by the end of its name. ``read`` raises
     `LookupError` for a layer without a tensor that it needs, and `ModelError` for one of another
-    form.
+    form. ``file``: where packed layers are apart from the checkpoint, which has them in bf16, too;
+    ``expanded``: what it has in bf16 alone, as users call it.
     """
 
     form: WeightFormat
     key: str
     read: Callable[[Tensors], PackedWeight]
+    file: str | None = None
+    expanded: str = ""
 
 
 def read_packing(config: Any, name: str) -> Packing | None:

@@ -9,6 +9,7 @@ rejects.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import attrs
 import torch
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from trencadis.engine.errors import ModelError
+
+_Change = Callable[[torch.Tensor], torch.Tensor]
 
 INT4_ZERO = 8
 """The number of 4 bits that means 0 where a weight has no zero points."""
@@ -51,11 +54,14 @@ class WeightFormat:
 class PackedWeight:
     """A weight ``[outputs, inputs]``: ``(step - zero point) * scale``.
 
+    Or ``step * scale + minimum``.
+
     ``steps`` is int8 or FP8 ``[outputs, inputs]``, or uint8 ``[outputs, inputs / 2]``: numbers of 4
     bits from 0 to 15, the lower ones those of even columns. ``scales`` is ``[outputs, groups]``;
     a group is ``inputs / groups`` columns that follow each other. ``zero_points`` is int16
     ``[outputs, groups]``; without them 0, or 8 for 4 bits. ``order`` is int64 ``[inputs]``: the
-    input that each column multiplies, where that is another one.
+    input that each column multiplies, where that is another one. ``minimums``, in place of zero
+    points, are those of integers ``[outputs, groups]``.
 
     Raises `ModelError` for tensors of other shapes or dtypes.
     """
@@ -64,11 +70,12 @@ class PackedWeight:
     scales: torch.Tensor
     zero_points: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    minimums: torch.Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
         outputs, inputs = self.shape
         shape = (outputs, self.groups)
-        zeros, order = self.zero_points, self.order
+        zeros, order, minimums = self.zero_points, self.order, self.minimums
         if (
             self.steps.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn)
             or not self.scales.is_floating_point()
@@ -77,6 +84,7 @@ class PackedWeight:
             or inputs % self.groups
             or (zeros is not None and (zeros.shape != shape or zeros.dtype is not torch.int16))
             or (order is not None and order.shape != (inputs,))
+            or (minimums is not None and (minimums.shape != shape or zeros is not None))
         ):
             raise ModelError(
                 f"a packed weight cannot be used: {self.steps.dtype} {list(self.steps.shape)} with "
@@ -106,13 +114,19 @@ class PackedWeight:
     def of_outputs(self, kept: range) -> PackedWeight:
         """The weight of some outputs."""
         rows = slice(kept.start, kept.stop)
-        zeros = self.zero_points
-        return attrs.evolve(
-            self,
-            steps=self.steps[rows].clone(),  # not a view, which would keep all
-            scales=self.scales[rows].clone(),
-            zero_points=None if zeros is None else zeros[rows].clone(),
-        )
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[rows].clone()  # not a view, which would keep all
+
+        return self._changed(change, change)
+
+    def in_order(self, outputs: torch.Tensor) -> PackedWeight:
+        """The weight of these outputs, int64 ``[outputs]``, in their order."""
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[outputs]
+
+        return self._changed(change, change)
 
     def of_inputs(self, kept: range) -> PackedWeight:
         """The weight of some inputs. Raises `ModelError` where they are not whole groups."""
@@ -127,12 +141,20 @@ class PackedWeight:
         )
         if self.groups == 1:
             groups = slice(None)
-        zeros = self.zero_points
+        return self._changed(
+            lambda each: each[:, columns].contiguous().clone(),
+            lambda each: each[:, groups].contiguous().clone(),
+        )
+
+    def _changed(self, of_steps: _Change, of_groups: _Change) -> PackedWeight:
+        """The weight with other steps, and with other tensors of groups."""
+        zeros, minimums = self.zero_points, self.minimums
         return attrs.evolve(
             self,
-            steps=self.steps[:, columns].contiguous().clone(),
-            scales=self.scales[:, groups].contiguous().clone(),
-            zero_points=None if zeros is None else zeros[:, groups].contiguous().clone(),
+            steps=of_steps(self.steps),
+            scales=of_groups(self.scales),
+            zero_points=None if zeros is None else of_groups(zeros),
+            minimums=None if minimums is None else of_groups(minimums),
         )
 
     def unpacked(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -141,9 +163,12 @@ class PackedWeight:
         weight = self._steps().float()
         if self.zero_points is not None:
             weight -= self._of_columns(self.zero_points.float())
-        elif self.steps.dtype is torch.uint8:
+        elif self.minimums is None and self.steps.dtype is torch.uint8:
             weight -= INT4_ZERO
-        weight = (weight * columns).to(dtype)
+        weight *= columns
+        if self.minimums is not None:
+            weight += self._of_columns(self.minimums.float())
+        weight = weight.to(dtype)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def _steps(self) -> torch.Tensor:
@@ -168,18 +193,17 @@ class QuantizedLinear(nn.Module):
     scales: torch.Tensor
     zero_points: torch.Tensor | None
     order: torch.Tensor | None
+    minimums: torch.Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        for field in attrs.fields(PackedWeight):
-            self.register_buffer(field.name, getattr(weight, field.name), persistent=False)
+        register_tensors(self, weight)
 
     @property
     def packed(self) -> PackedWeight:
-        names = (field.name for field in attrs.fields(PackedWeight))
-        return PackedWeight(**{name: getattr(self, name) for name in names})
+        return packed_of(self)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         weight = attrs.evolve(self.packed, order=None)
@@ -189,23 +213,34 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """An embedding with a packed weight of 8 bits, a scale for each row: gives rows of ``dtype``.
+    """An embedding with a packed weight, whose outputs are tokens: gives rows of ``dtype``.
 
     Its tensors may be those of the output head, where the model ties both.
     """
 
     steps: torch.Tensor
-    scales: torch.Tensor
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.register_buffer("steps", weight.steps, persistent=False)
-        self.register_buffer("scales", weight.scales, persistent=False)
+        register_tensors(self, weight)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Vectors ``[..., hidden size]`` of ``token_ids`` ``[...]``."""
-        return (self.steps[token_ids] * self.scales[token_ids].float()).to(self.dtype)
+        rows = packed_of(self).in_order(token_ids.flatten()).unpacked(self.dtype)
+        return rows.view(*token_ids.shape, -1)
+
+
+def register_tensors(module: nn.Module, weight: PackedWeight) -> None:
+    """Make the tensors of a weight buffers of a module, by their names."""
+    for field in attrs.fields(PackedWeight):
+        module.register_buffer(field.name, getattr(weight, field.name), persistent=False)
+
+
+def packed_of(module: nn.Module) -> PackedWeight:
+    """The weight whose tensors a module has."""
+    names = (field.name for field in attrs.fields(PackedWeight))
+    return PackedWeight(**{name: getattr(module, name) for name in names})
 
 
 def pack_int4(steps: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import platformdirs
 import torch
 from torch import nn
@@ -124,7 +125,7 @@ class Worker:
         self.background: BackgroundWarmupLoop | None = None
         self.is_asleep = self.is_warm = self.is_discarded = False
         self.embedding_size = self.weight_bytes = 0
-        self.spec = _inspect(config)
+        self.spec = self._packed_or_expanded(_inspect(config), part)
         self._max_model_len = self._resolve_max_model_len()
         spec, self._divided = self.spec, None
         self._check_states()
@@ -422,6 +423,25 @@ class Worker:
                 "another device",
                 "quantization",
             )
+
+    def _packed_or_expanded(self, spec: ModelSpec, part: RankPart | None) -> ModelSpec:
+        """A GGUF file stays packed where that is computed, and is bf16 for all others."""
+        packing, config = spec.packing, self.config
+        if packing is None or packing.file is None:
+            return spec
+        stays = (
+            config.dtype in ("auto", "bfloat16")
+            and config.quantization == "none"
+            and config.runner == "generate"
+            and part is None
+            and self.device.weight_use(packing.form) is WeightUse.MULTIPLIED
+        )
+        if not stays:
+            logger.info("Weights of %s are expanded", packing.form)
+            return attrs.evolve(spec, packing=None)
+        rest = f", but those of {packing.expanded}, which are bf16" if packing.expanded else ""
+        logger.info("Weights stay packed as %s%s", packing.form, rest)
+        return spec
 
     def _check_cache_dtype(self) -> None:
         name = self.config.kv_cache_dtype

@@ -149,7 +149,14 @@ class CPUDevice(Device):
         return super().supports(attrs.evolve(layer, states=()))
 
     def weight_use(self, form: WeightFormat) -> WeightUse:
-        return WeightUse.EXPANDED if form.is_float else WeightUse.MULTIPLIED
+        if form.is_float:
+            return WeightUse.EXPANDED
+        weights = torch.uint8 if form.bits == 4 else torch.int8
+        try:
+            load_linear_kernel(self._kernels, trusted=self._trusted, weights=weights)
+        except NoKernel:
+            return WeightUse.EXPANDED
+        return WeightUse.MULTIPLIED
 
     def optimize(self, model: nn.Module) -> None:
         """Replace bf16 linear layers by layers with weights in the order of a kernel.

@@ -167,7 +167,7 @@ class IntegerLinear(TiledLinear):
     ``tiles`` is int8 ``[tiles, inputs / 2, 2, 2, columns / 2]``: of half of the outputs the weights
     of one input, then those of the next; or uint8 ``[tiles, inputs / 2, 2, columns / 2]``, with
     both in a byte. ``scales`` and ``shifts`` are ``[tiles, groups, columns]``; a shift is what zero
-    points add to each weight of a group.
+    points, or minimums, add to each weight of a group.
     """
 
     @staticmethod
@@ -188,25 +188,31 @@ class IntegerLinear(TiledLinear):
 
 
 class TiledEmbedding(nn.Module):
-    """An embedding that reads the rows of an output head of int8, to which it is tied."""
+    """An embedding that reads the rows of an output head of integers, to which it is tied."""
 
     tiles: torch.Tensor
     scales: torch.Tensor
+    shifts: torch.Tensor | None
 
     def __init__(self, head: IntegerLinear, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.register_buffer("tiles", head.tiles, persistent=False)
-        self.register_buffer("scales", head.scales, persistent=False)
+        for name in ("tiles", "scales", "shifts"):
+            self.register_buffer(name, getattr(head, name), persistent=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Vectors ``[..., hidden size]`` of ``token_ids`` ``[...]``."""
         columns = self.scales.shape[2]
         tile, column = token_ids // columns, token_ids % columns
         half = columns // 2
-        steps = self.tiles[tile, :, column // half, :, column % half]
-        scales = self.scales[tile, 0, column]
-        return (steps.flatten(-2) * scales[..., None].float()).to(self.dtype)
+        steps = self.tiles[tile, :, column // half, ..., column % half]
+        if steps.dtype is torch.uint8:
+            steps = torch.stack((steps & 15, steps >> 4), dim=-1).to(torch.int8) - INT4_ZERO
+        scales = self.scales[tile, :, column]
+        vectors = steps.view(*scales.shape, -1) * scales[..., None].float()
+        if self.shifts is not None:
+            vectors += self.shifts[tile, :, column, None]
+        return vectors.flatten(-2).to(self.dtype)
 
 
 _Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -239,9 +245,13 @@ def _integer_tiles(
         divided = padded.view(-1, 2, half, inputs // 2, *in_pair)
         of_rows.copy_(divided.permute(0, 3, 1, 4, 2) if in_pair else divided.permute(0, 3, 1, 2))
     shifts = None
+    # What the kernel takes for 0.
+    means = INT4_ZERO if steps.dtype is torch.uint8 else 0
     if weight.zero_points is not None:
-        means = INT4_ZERO if steps.dtype is torch.uint8 else 0
         shifts = (means - weight.zero_points).float() * weight.scales.float()
+    elif weight.minimums is not None:
+        shifts = weight.minimums.float() + means * weight.scales.float()
+    if shifts is not None:
         shifts = _of_tiles(shifts, columns)
     return tiles, _of_tiles(weight.scales, columns), shifts
 
