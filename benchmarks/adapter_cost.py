@@ -40,7 +40,7 @@ def main() -> None:
     """Measure, or be the process of one engine."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engines", nargs="+", default=["eager", "vllm"])
+    parser.add_argument("--engines", nargs="+", default=["eager", "compile", "vllm"])
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
@@ -136,7 +136,10 @@ def answer(process: subprocess.Popen[str]) -> Any:
 
 
 def serve(engine: str, model: str, folder: str, enabled: str) -> None:
-    run = (_vllm if engine == "vllm" else _ours)(model, folder, bool(enabled))
+    if engine == "vllm":
+        run = _vllm(model, folder, bool(enabled))
+    else:
+        run = _ours(model, folder, bool(enabled), is_compiled=engine == "compile")
     print('cost: "ready"', flush=True)
     for line in sys.stdin:
         count, seed = json.loads(line)
@@ -150,7 +153,7 @@ def prompts(seed: int) -> list[list[int]]:
     return [[draw.randrange(100, 40_000) for _ in range(PROMPT)] for _ in range(REQUESTS)]
 
 
-def _ours(model: str, folder: str, enabled: bool) -> Run:
+def _ours(model: str, folder: str, enabled: bool, *, is_compiled: bool) -> Run:
     from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 
     adapters = {"enable_lora": True, "max_loras": max(COUNTS), "max_lora_rank": RANK}
@@ -162,6 +165,8 @@ def _ours(model: str, folder: str, enabled: bool) -> Run:
             max_model_len=256,
             max_num_seqs=REQUESTS,
             enable_prefix_caching=False,
+            compile=is_compiled,
+            warmup="full",
             **(adapters if enabled else {}),
         )
     )

@@ -250,7 +250,8 @@ FLOORS: dict[str, list[set[str]]] = {
             "weight_files",
         },
         {
-            *("adapter_files", "declared_modules", "gguf_blocks", "hub", "packed_formats"),
+            *("adapter_files", "adapter_operator", "declared_modules", "gguf_blocks", "hub"),
+            "packed_formats",
             "paged_context",
             *("rank_part", "rounded_weights", "score_heads"),
         },

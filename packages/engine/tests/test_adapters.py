@@ -30,7 +30,7 @@ from trencadis.engine import (
 from trencadis.engine.core.adapter_slots import AdapterSlots
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
-from trencadis.engine.models import adapter_layers
+from trencadis.engine.models import adapter_operator
 
 RANKS = (4, 8, 16, 64, 5, 32, 4, 1)
 NUM_TOKENS = 12
@@ -424,14 +424,14 @@ def test_packed_and_tiled_layers(
     pairs = {}
     for name, layer in layers._layers.items():
         rows = torch.randn(1, 5, layer.in_features, generator=draw).bfloat16()
-        adapter_layers._CURRENT.rows = None
+        adapter_operator.CURRENT.rows = None
         plain = layer(rows)
         held = core.executor.worker.adapters._adapters
         (content,) = held.values()
         layers.put(3, content)
-        adapter_layers._CURRENT.rows = layers.rows_of(torch.tensor([0, 3, 0, 3, 2]))
+        adapter_operator.CURRENT.rows = layers.rows_of(torch.tensor([0, 3, 0, 3, 2]), 8)
         mixed = layer(rows)
-        adapter_layers._CURRENT.rows = None
+        adapter_operator.CURRENT.rows = None
         pair = content.layers[name]
         added = (rows.float() @ pair.down.float().t()) @ pair.up.float()
         assert torch.equal(mixed[0, [0, 2, 4]], plain[0, [0, 2, 4]]), "rows without an adapter"
@@ -458,11 +458,11 @@ def test_a_row_does_not_depend_on_the_adapters_of_others(
     rows = torch.randn(6, layer.in_features)
 
     def computed(slots: list[int]) -> torch.Tensor:
-        adapter_layers._CURRENT.rows = store.layers.rows_of(torch.tensor(slots))
+        adapter_operator.CURRENT.rows = store.layers.rows_of(torch.tensor(slots), 64)
         try:
             return layer(rows)
         finally:
-            adapter_layers._CURRENT.rows = None
+            adapter_operator.CURRENT.rows = None
 
     first, second = computed([1, 2, 0, 3, 1, 0]), computed([1, 3, 0, 3, 2, 8])
     assert torch.equal(first[[0, 2, 3]], second[[0, 2, 3]])
@@ -533,7 +533,6 @@ def test_wrong_names_and_settings(tiny_model: Path, adapters: dict[str, Path]) -
         ({"lora_modules": ["a=b"]}, "lora_modules must map"),
         ({"lora_modules": (("a", "b"), ("a", "c"))}, "twice"),
         ({"lora_modules": {"a": 3}}, "lora_modules must map"),
-        ({"compile": True}, "compile"),
     ],
 )
 def test_settings_that_are_refused(

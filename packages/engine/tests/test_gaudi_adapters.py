@@ -13,7 +13,8 @@ from adapters import Reference, save_adapter
 from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-NAMES = ("a", "b", "c", "d")
+RANKS = {"a": 4, "b": 64, "c": 16, "d": 17}
+NAMES = (*RANKS,)
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +22,8 @@ def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """Before the stand-in is loaded, on the CPU."""
     folder = tmp_path_factory.mktemp("adapters")
     return {
-        name: save_adapter(tiny_model, folder / name, rank=2 ** (1 + number), seed=number)
-        for number, name in enumerate(NAMES)
+        name: save_adapter(tiny_model, folder / name, rank, rank, size=rank**-0.5)
+        for name, rank in RANKS.items()
     }
 
 
@@ -44,6 +45,22 @@ def mode(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def core_of(model: Path, **settings: object) -> EngineCore:
+    values = {
+        "max_model_len": 32,
+        "max_num_seqs": 2,
+        "block_size": 16,
+        "max_num_batched_tokens": 32,
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_lora_rank": 64,
+        **settings,
+    }
+    core = EngineCore(EngineConfig(model=model, device="hpu", dtype="float32", **values))
+    core.warm_up()
+    return core
+
+
 @pytest.mark.gaudi
 @pytest.mark.parametrize("settings", [{}, {"compile": False}], ids=["default", "uncompiled"])
 def test_no_adapter_compiles_anything(
@@ -55,22 +72,7 @@ def test_no_adapter_compiles_anything(
     request: pytest.FixtureRequest,
 ) -> None:
     request.getfixturevalue(f"{mode}_gaudi")
-    core = EngineCore(
-        EngineConfig(
-            model=tiny_model,
-            device="hpu",
-            dtype="float32",
-            max_model_len=64,
-            max_num_seqs=4,
-            block_size=16,
-            max_num_batched_tokens=64,
-            enable_lora=True,
-            max_loras=2,
-            max_lora_rank=16,
-            **settings,
-        )
-    )
-    core.warm_up()
+    core = core_of(tiny_model, **settings)
     before = core.executor.device.num_compilations()
     number = itertools.count()
     draw = random.Random(4)
@@ -98,3 +100,38 @@ def test_no_adapter_compiles_anything(
     assert core.stats.num_cold_forwards == 0
     assert core.executor.device.num_compilations() == before
     core.close()
+
+
+@pytest.mark.gaudi
+def test_a_step_reads_no_further_than_the_ranks_of_its_adapters(
+    folders: dict[str, Path], tiny_model: Path, mode: str, request: pytest.FixtureRequest
+) -> None:
+    """Programs are for the ranks 16 and 64, and for none: as in an engine without adapters."""
+    counters = request.getfixturevalue(f"{mode}_gaudi").counters
+    one_bucket = {"max_num_seqs": 1, "async_scheduling": False, "num_blocks": 5}
+    core = core_of(tiny_model, **one_bucket)
+    for name in ("a", "b", "c"):
+        core.load_adapter(name, str(folders[name]))
+
+    def cost(core: EngineCore, name: str | None) -> Any:
+        """Of a decode step whose adapter has its slot."""
+        core.add("r", GenerateRequest(PROMPTS[0], GREEDY, lora=name))
+        core.step()
+        core.step()
+        before = counters.copy()
+        core.step()
+        found = counters.since(before)
+        while core.has_work:
+            core.step()
+        return found
+
+    found = {name: cost(core, name) for name in (None, "a", "b", "c", None)}
+    layers = core.executor.worker.adapters.layers.shapes.values()
+    core.close()
+    plain = core_of(tiny_model, enable_lora=False, max_loras=1, max_lora_rank=16, **one_bucket)
+    assert found[None] == cost(plain, None)
+    plain.close()
+    num_bytes = 4 * 2 * sum(map(sum, layers))
+    for name, rank in {"a": 16, "b": 64, "c": 16}.items():
+        read = found[name].read_bytes - found[None].read_bytes
+        assert rank * num_bytes <= read < 1.5 * rank * num_bytes

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from trencadis.engine.devices.kernel_trial import KernelTrial
-from trencadis.engine.models.adapter_layers import AdapterKernel
+from trencadis.engine.models.adapter_operator import AdapterKernel
 from trencadis.engine.models.block_attention import BlockAttention
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.loader import ModelSpec
@@ -189,7 +189,7 @@ class Device(abc.ABC):
     def adapter_kernel(self, dtype: torch.dtype) -> AdapterKernel | None:
         """What computes adapters of this dtype without one product for all slots; None: nothing.
 
-        Only on a device whose tensors are in host memory, for layers that are not compiled.
+        Only on a device whose tensors are in host memory.
         """
         del dtype
         return None

@@ -2,45 +2,42 @@
 
 Letters in shapes: T tokens, S slots, R the highest rank. A slot's matrices are rows of two stacked
 ones, so that one product serves all slots: what a token has computed with the rows of other slots
-is replaced by zeros. So its result does not depend on the adapters of other tokens, shapes depend
-on none of them, and an adapter is loaded by copying. Slot 0 is that of tokens without an adapter;
-it has no rows.
+is replaced by zeros. So its result does not depend on the adapters of other tokens, and an adapter
+is loaded by copying. Slot 0 is that of tokens without an adapter; it has no rows.
+
+The first S rows are the first of each slot, and so on: a batch computes no further than the rank of
+its adapters, rounded up to one of few (`AdapterLayers.ranks`), and shapes depend on nothing else.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from trencadis.engine.models.adapter_files import Adapter, AdapterPair, LayerShape
+from trencadis.engine.models.adapter_operator import (
+    CURRENT,
+    AdapterKernel,
+    AdapterProducts,
+    add_in_program,
+    note_slots,
+)
 from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.rank_loading import DividedModel
 from trencadis.engine.models.rank_modules import RowLinear
 
-AdapterKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
-]
-"""Adds to the results of a linear layer, in place, what the adapters of its rows compute.
-
-Arguments: rows and results ``[..., inputs]`` and ``[..., outputs]``; `sorted_slots` of the
-rows; the ranks of the slots from 0, int32 ``[1 + S]``; the layer's ``down`` and ``up``."""
-
-
-class _Current(threading.local):
-    """What the decoder layer that this thread computes was given."""
-
-    rows: torch.Tensor | None = None
-
-
-_CURRENT = _Current()
+_FIRST_RANK, _NEXT_RANK = 16, 4
+"""The lowest rank that shapes are for, and by how much the next is higher. Each is another program
+for every bucket. Four slots of rank 16 have 2 % of the bytes of an 8B Llama's weights."""
 
 
 class AdaptedLinear(nn.Module):
@@ -58,11 +55,12 @@ class AdaptedLinear(nn.Module):
         base: Any,
         down: torch.Tensor,
         up: torch.Tensor,
-        ranks: torch.Tensor,
-        kernel: AdapterKernel | None,
+        products: AdapterProducts,
+        *,
+        as_operator: bool,
     ) -> None:
         super().__init__()
-        self._ranks, self._kernel = ranks, kernel
+        self._products, self._as_operator = products, as_operator
         self.base = base
         self.in_features: int = base.in_features
         self.out_features: int = base.out_features
@@ -83,16 +81,12 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(rows)
-        of_tokens = _CURRENT.rows
+        of_tokens = CURRENT.rows
         if of_tokens is None:
             return out
-        if self._kernel is not None:
-            self._kernel(rows, out, of_tokens, self._ranks, self.down, self.up)
-            return out
-        inner = F.linear(rows, self.down)
-        # Not a product: an overflow in another slot's rows would make it NaN.
-        inner = inner.masked_fill(of_tokens.view(*inner.shape[:-1], -1), 0.0)
-        return out + inner @ self.up
+        if self._as_operator and type(rows) is not torch.Tensor:  # it is being traced
+            return add_in_program(rows, out, self.down, self.up)
+        return self._products.added(rows, out, of_tokens, self.down, self.up)
 
 
 class AdapterLayers:
@@ -100,9 +94,11 @@ class AdapterLayers:
 
     Made once for a model that is loaded, it replaces these layers. ``upload``: `Device.upload`;
     ``end_copy``: called after each copy, `Device.mark_step`. ``kernel``: `Device.adapter_kernel`.
+    ``as_operator``: whether compiled programs call what adapters add, as they do attention.
     ``divided``: for a rank that has a part of the model. ``shapes``: of the whole layers, by
-    their names in the model. ``max_rank``: that of a slot. ``num_loads``: adapters that were copied
-    to slots.
+    their names in the model. ``max_rank``: that of a slot. ``ranks``: those up to which a batch may
+    compute, in order; a kernel computes each adapter up to its own. ``num_loads``: adapters that
+    were copied to slots.
     """
 
     def __init__(
@@ -114,11 +110,16 @@ class AdapterLayers:
         end_copy: Callable[[], None],
         kernel: AdapterKernel | None = None,
         divided: DividedModel | None = None,
+        *,
+        as_operator: bool = False,
     ) -> None:
         self._divided = divided
+        self._as_operator = as_operator
         self.num_slots, self.max_rank = num_slots, max_rank
         self._kernel = kernel
+        self.ranks = (max_rank,) if kernel is not None else ranks_up_to(max_rank)
         self._ranks = torch.zeros(1 + num_slots, dtype=torch.int32)
+        self._products = AdapterProducts(self._ranks, kernel)
         self._upload, self._end_copy = upload, end_copy
         self.num_loads = 0
         self.dtype = next(model.parameters()).dtype
@@ -128,7 +129,8 @@ class AdapterLayers:
         found: list[_Place] = []
         for layer in decoder_layers(model):
             found += _linear_layers(layer, names[id(layer)])
-            layer.register_forward_pre_hook(_note_slots, with_kwargs=True)
+            note = functools.partial(note_slots, self._products)
+            layer.register_forward_pre_hook(note, with_kwargs=True)
         self._replace(found)
         self.shapes: Mapping[str, LayerShape] = {
             name: LayerShape(layer.in_features, layer.out_features)
@@ -149,7 +151,8 @@ class AdapterLayers:
         device = next(iter((*bases[0].parameters(), *bases[0].buffers()))).device
         matrices = iter(_zeros(shapes, self.dtype, device))
         for place, base in zip(found, bases, strict=True):
-            layer = AdaptedLinear(base, next(matrices), next(matrices), self._ranks, self._kernel)
+            held, operator = (next(matrices), next(matrices)), self._as_operator
+            layer = AdaptedLinear(base, *held, self._products, as_operator=operator)
             self._layers[place.path] = layer
             setattr(place.module, place.name, layer)
 
@@ -186,7 +189,11 @@ class AdapterLayers:
         The rows are uploaded, so that a device that compiles each operation needs one for all
         slots.
         """
-        rows = self._upload(torch.arange((slot - 1) * self.max_rank, slot * self.max_rank))
+        places = torch.arange(self.max_rank * self.num_slots)
+        of_slots = places.view(self.max_rank, self.num_slots).t()
+        if self._kernel is not None:
+            of_slots = places.view(self.num_slots, self.max_rank)
+        rows = self._upload(of_slots[slot - 1].contiguous())
         for name, layer in self._layers.items():
             pair = pairs.get(name)
             for place, held in enumerate((layer.down, layer.up)):
@@ -196,16 +203,31 @@ class AdapterLayers:
                 held.index_copy_(0, rows, self._upload(of_slot))
                 self._end_copy()
 
-    def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """``[T, S * R]`` bool: true in the rows of slots other than that of a token.
+    def rank_of(self, slots: npt.NDArray[np.int32]) -> int:
+        """The lowest of ``ranks`` that has all rows of the adapters in these slots."""
+        highest = int(self._ranks.numpy()[slots].max())
+        return self.ranks[bisect.bisect_left(self.ranks, highest)]
 
-        ``slots``: int32 ``[T]``, from 0. A kernel gets `sorted_slots` instead.
+    def rows_of(self, slots: torch.Tensor, rank: int) -> torch.Tensor:
+        """``[T, S * rank]`` bool: true in the rows of slots other than that of a token.
+
+        ``slots``: int32 ``[T]``, from 0. ``rank``: one of ``ranks``. A kernel gets `sorted_slots`
+        instead.
         """
         if self._kernel is not None:
             return sorted_slots(slots)
         numbers = torch.arange(1, 1 + self.num_slots, device=slots.device)
         is_other = slots[:, None] != numbers
-        return is_other[:, :, None].expand(-1, -1, self.max_rank).flatten(1)
+        return is_other[:, None].expand(-1, rank, -1).flatten(1)
+
+
+def ranks_up_to(max_rank: int) -> tuple[int, ...]:
+    """16, 64, 256 and so on below ``max_rank``, and that."""
+    found, rank = [], _FIRST_RANK
+    while rank < max_rank:
+        found.append(rank)
+        rank *= _NEXT_RANK
+    return (*found, max_rank)
 
 
 def sorted_slots(slots: torch.Tensor) -> torch.Tensor:
@@ -257,8 +279,3 @@ def _is_linear(module: nn.Module) -> bool:
     if type(module).__module__.startswith("trencadis."):
         return hasattr(module, "in_features") and hasattr(module, "out_features")
     return type(module) is nn.Linear
-
-
-def _note_slots(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
-    """Before a decoder layer: its linear layers compute with what the forward pass has."""
-    _CURRENT.rows = arguments["paged"].adapter_rows

@@ -25,6 +25,7 @@ from trencadis.engine.runner.model_input import (
     build_prompt,
     lay_out_decodes,
     state_rows,
+    with_dummy_slots,
 )
 from trencadis.engine.runner.recorded_traffic import TrafficLog
 from trencadis.engine.runner.sampling_rows import Sampler
@@ -218,7 +219,7 @@ class BatchBuilder:
         if self._grids is None:
             shape = prompt_shape(chunks, self._cache.block_size)
             if self.traffic is not None:
-                self.traffic.record(Phase.PROMPT, attrs.astuple(shape))
+                self.traffic.record(Phase.PROMPT, shape.size)
             self._buckets.usage.count_unpadded(Phase.PROMPT, shape.batch, shape.query)
             return shape
         exact = self._grids.exact_prompt(chunks, self._cache.block_size)
@@ -301,17 +302,17 @@ class BatchBuilder:
         return self._with_adapters(packed, sequences)
 
     def _with_adapters(self, packed: ModelInput, sequences: Scheduled) -> ModelInput:
-        """A batch with the slots of its tokens' adapters.
+        """A batch with the slots of its tokens' adapters, in the shape for their highest rank.
 
-        Where none has an adapter these are left out, and so is all that computes them; but where
-        shapes are warmed up, each of them would be two.
+        Where none has an adapter these are left out, and so is all that computes them.
         """
-        has_some = any(sequence.adapter for sequence in sequences)
-        is_uniform = self._forward_runner.adapters is not None and self._forward_runner.needs_warmup
-        if not (has_some or is_uniform):
+        adapters = self._forward_runner.adapters
+        if adapters is None or not any(sequence.adapter for sequence in sequences):
             return packed
         slots = adapter_slots(sequences, packed.shape, self._adapter_slots)
-        return attrs.evolve(packed, adapter_slots=self._upload(torch.from_numpy(slots)))
+        shape = attrs.evolve(packed.shape, adapter_rank=adapters.rank_of(slots))
+        uploaded = self._upload(torch.from_numpy(slots))
+        return attrs.evolve(packed, shape=shape, adapter_slots=uploaded)
 
     def _is_better_divided(self, decodes: Scheduled, size: tuple[int, int]) -> bool:
         """Whether no bucket has as many (block, sequence) pairs as this batch.
@@ -364,7 +365,7 @@ class BatchBuilder:
             return None if tokens > budget and len(part) > 1 else tokens + _FORWARD_COST
 
         for part in split_prompts(chunks, cost):
-            self.traffic.record(Phase.PROMPT, attrs.astuple(prompt_shape(part, block_size)))
+            self.traffic.record(Phase.PROMPT, prompt_shape(part, block_size).size)
 
     @torch.inference_mode()  # as in a step: PyTorch traces again for a tensor of another mode
     def dummy(self, shape: BucketShape) -> ModelInput:
@@ -373,11 +374,11 @@ class BatchBuilder:
         words = self._sampler.words((), shape.batch)
         if isinstance(shape, PromptShape | RaggedShape):
             packed = build_prompt((), shape, cache, upload, words)
-            return self._with_adapters(self._forward_runner.with_states(packed), ())
-        layout = lay_out_decodes((), shape.blocks, cache.block_size, shape.shared)
-        ids = self._sampler.sampled_ids
-        packed = build_decode((), layout, shape, cache, upload, words, ids)
-        return self._with_adapters(self._forward_runner.with_states(packed), ())
+        else:
+            layout = lay_out_decodes((), shape.blocks, cache.block_size, shape.shared)
+            ids = self._sampler.sampled_ids
+            packed = build_decode((), layout, shape, cache, upload, words, ids)
+        return with_dummy_slots(self._forward_runner.with_states(packed), upload)
 
     def smallest_dummy(self) -> ModelInput:
         """The dummy batch of the smallest decode bucket."""

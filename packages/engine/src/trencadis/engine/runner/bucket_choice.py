@@ -96,8 +96,15 @@ class BucketChoice:
 
         A decode bucket that reads a prefix has two: without gathered blocks, and with as many as
         it has blocks. Where attention scores shared blocks in place, there is one with these alone,
-        and they are not gathered.
+        and they are not gathered. With adapters, there are as many again for each of
+        `ForwardRunner.adapter_ranks`.
         """
+        shapes = self._shapes(phase, bucket)
+        ranks = self._forward_runner.adapter_ranks
+        return (*shapes, *(attrs.evolve(x, adapter_rank=rank) for rank in ranks for x in shapes))
+
+    def _shapes(self, phase: Phase, bucket: Bucket) -> Sequence[BucketShape]:
+        """`shapes`, of batches without adapters."""
         if phase is Phase.PROMPT:
             return self._grids.prompt_shapes(bucket.shape) if self._grids else ()
         batch, length = bucket.shape

@@ -25,10 +25,10 @@ from trencadis.engine.runner.host_swap import num_host_blocks, num_staging_block
 from trencadis.engine.runner.limits import check_memory, num_cache_blocks
 from trencadis.engine.runner.model_input import (
     ModelInput,
-    adapter_slots,
     build_decode,
     build_prompt,
     lay_out_decodes,
+    with_dummy_slots,
 )
 from trencadis.engine.runner.prompt_scorer import PromptScorer
 from trencadis.engine.runner.shapes import (
@@ -120,7 +120,7 @@ class CacheSizing:
         the plan only gets fewer of them by its own. A cache that would be too small without any
         peak is rejected first, with `ConfigError`. ``prompts``: shapes of prefill batches that may
         take the most memory. ``scorer``: what may score the tokens of each.
-        ``adapters``: those of the model, which every batch computes.
+        ``adapters``: those of the model, which each pass computes up to the highest rank.
         """
         self.num_blocks(self._plan_memory(self._device.free_memory()))
         lowest = self._lowest_memory(model, prompts, scorer, adapters)
@@ -243,16 +243,15 @@ class CacheSizing:
                 return output
             return output, scorer.warm_up(output.hidden)
 
-        for shape in shapes:
+        highest = 0 if adapters is None else adapters.max_rank
+        for exact in shapes:
+            shape = attrs.evolve(exact, adapter_rank=highest)
             if isinstance(shape, DecodeShape):
                 layout = lay_out_decodes((), shape.blocks, cache.block_size, shape.shared)
                 batch = build_decode((), layout, shape, cache, upload)
             else:
                 batch = build_prompt((), shape, cache, upload)
-            batch = forward_runner.with_states(batch)
-            if adapters is not None:
-                slots = torch.from_numpy(adapter_slots((), shape, {}))
-                batch = attrs.evolve(batch, adapter_slots=upload(slots))
+            batch = with_dummy_slots(forward_runner.with_states(batch), upload)
             self._device.begin_step()
             before = self._device.free_memory()
             with self._shortened(model):

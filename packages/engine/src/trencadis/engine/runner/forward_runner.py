@@ -133,6 +133,11 @@ class ForwardRunner:
         return self._device.attention.scores_shared
 
     @property
+    def adapter_ranks(self) -> Sequence[int]:
+        """The ranks of adapters that shapes are warmed up for, besides 0; none without adapters."""
+        return self.adapters.ranks if self.adapters is not None and self.needs_warmup else ()
+
+    @property
     def num_graphs(self) -> int:
         """Graphs that are captured now."""
         return len(self._graphs)
@@ -322,7 +327,8 @@ class ForwardRunner:
         """Equal for shapes that share the program of their decoder layers."""
         if not self._shares_programs:
             return shape
-        return shape.num_tokens if self._by_tokens else min(shape.num_tokens, _ANY_TOKENS)
+        tokens = shape.num_tokens if self._by_tokens else min(shape.num_tokens, _ANY_TOKENS)
+        return tokens, shape.adapter_rank > 0
 
     def _compile_layers(self, batch: ModelInput, layers: DecoderLayers) -> LayerRun:
         traced, recording = self._trace(batch, layers)
@@ -333,6 +339,8 @@ class ForwardRunner:
                 self._by_tokens, self.takes_any_tokens = True, False
                 return self._compile_layers(batch, layers)
         run = layers.run_with(programs, recording)
+        if batch.shape.adapter_rank:
+            return run  # what a list of calls has is the same in each step, and no slots are
         own = layers.own_tensors(recording.paged)
         return self._device.record_layers(run, layers.of_layers(programs), own, layers.specs)
 
@@ -402,7 +410,7 @@ class ForwardRunner:
         tensors = batch.unpack()
         paged = self._device.attention.prepare(tensors.paged, self._dtype)
         if self.adapters is not None and tensors.adapter_slots is not None:
-            rows = self.adapters.rows_of(tensors.adapter_slots)
+            rows = self.adapters.rows_of(tensors.adapter_slots, batch.shape.adapter_rank)
             paged = attrs.evolve(paged, adapter_rows=rows)
         is_static = tensors.states is not None
         if self.states is not None and tensors.states is not None:

@@ -77,7 +77,8 @@ class ModelInput:
     ``packed`` is int32: the sections of the batch's shape one after another, then
     ``num_sampler_words`` for each row of the batch, which the sampler reads. A token id -n of a
     decode stands for that in slot n of ``sampled_ids``, see `Sampler`. ``adapter_slots``: int32
-    ``[T]``, the slot of each token's adapter, 0 for none; None where no token has one.
+    ``[T]``, the slot of each token's adapter, 0 for none; None where the shape has no
+    ``adapter_rank``.
     ``state_rows``: where its sequences are, for layers that keep a state; none in a dummy batch.
     ``state_places``: int32, see `StateLayers.places`; None where the host alone knows the rows.
     """
@@ -228,6 +229,14 @@ def adapter_slots(
             start = starts[sequence.seq_id]
             of_tokens[start : start + len(sequence.token_ids)] = slots[sequence.adapter]
     return of_tokens
+
+
+def with_dummy_slots(batch: ModelInput, upload: Upload) -> ModelInput:
+    """A batch of no sequences, with slots of adapters where its shape computes them."""
+    if not batch.shape.adapter_rank:
+        return batch
+    slots = torch.from_numpy(adapter_slots((), batch.shape, {}))
+    return attrs.evolve(batch, adapter_slots=upload(slots))
 
 
 def _fill_ragged(

@@ -18,16 +18,26 @@ from trencadis.scheduler import ScheduledSequence
 
 @attrs.frozen
 class PromptShape:
-    """Padded shape of a prefill batch: sequences, tokens of each, context blocks of each."""
+    """Padded shape of a prefill batch: sequences, tokens of each, context blocks of each.
+
+    ``adapter_rank``, here and in the other shapes: the rank up to which adapters are computed, 0
+    for a batch without any.
+    """
 
     batch: int
     query: int
     context_blocks: int
+    adapter_rank: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the forward pass, padding included."""
         return self.batch * self.query
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """That on the axes of a prompt grid."""
+        return self.batch, self.query, self.context_blocks
 
 
 class ChunkSize(NamedTuple):
@@ -48,6 +58,7 @@ class RaggedShape:
 
     num_tokens: int
     chunks: tuple[ChunkSize, ...]
+    adapter_rank: int = 0
 
     @property
     def batch(self) -> int:
@@ -69,6 +80,7 @@ class DecodeShape:
     blocks: int
     extra: int = 0
     shared: int = 0
+    adapter_rank: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +98,7 @@ class MixedShape:
 
     decode: DecodeShape
     prompt: RaggedShape
+    adapter_rank: int = 0
 
     @property
     def num_tokens(self) -> int:

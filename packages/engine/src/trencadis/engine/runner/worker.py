@@ -138,7 +138,6 @@ class Worker:
         self._check_weights()
         self._check_cache_dtype()
         self._check_policy_of_misses()
-        self._check_adapters()
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
         self._sizing = CacheSizing(
             config,
@@ -198,6 +197,7 @@ class Worker:
             device.mark_step,
             device.adapter_kernel(self.dtype),
             self._divided,
+            as_operator=device.attention.as_operator,
         )
         if not layers.shapes:
             raise ConfigError(
@@ -467,13 +467,6 @@ class Worker:
                     f"{self.device.name}, which {self.spec.source} has, yet: leave it out",
                     setting,
                 )
-
-    def _check_adapters(self) -> None:
-        if self.config.enable_lora and self.config.compile and self.device.attention.as_operator:
-            raise ConfigError(
-                f"enable_lora does not work with compile on {self.device.name} yet: leave one out",
-                "enable_lora",
-            )
 
     def _check_policy_of_misses(self) -> None:
         if self.config.on_bucket_miss == "eager" and not self.device.dynamic_shapes:

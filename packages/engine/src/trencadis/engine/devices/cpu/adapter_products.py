@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
-from trencadis.engine.models.adapter_layers import AdapterKernel, sorted_slots
+from trencadis.engine.models.adapter_layers import sorted_slots
+from trencadis.engine.models.adapter_operator import AdapterKernel
 
 _SOURCE = Path(__file__).with_name("adapter_products.cpp")
 

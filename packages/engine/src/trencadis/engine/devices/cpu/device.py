@@ -34,7 +34,7 @@ from trencadis.engine.devices.cpu.tiled_linear import (
 )
 from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
-from trencadis.engine.models.adapter_layers import AdapterKernel
+from trencadis.engine.models.adapter_operator import AdapterKernel
 from trencadis.engine.models.layer_spec import LayerSpec, specs_of
 from trencadis.engine.models.packed_weight import (
     QuantizedEmbedding,
