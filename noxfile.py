@@ -70,6 +70,9 @@ VLLM = "0.32.0"
 
 TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-protobuf")
 RELEASE_TOOLS = ("build", "hatchling", "twine")
+SGLANG = "sglang==0.5.23"
+"""What ``interop`` tests. What it declares to need is for CUDA."""
+
 NANO_VLLM = os.environ.get("NANO_VLLM", "https://github.com/GeeeekExplorer/nano-vllm")
 NANO_COMMIT = "bb823b3e06983d71485a8e1f23715ebd87d98ef8"
 VLLM_GAUDI = os.environ.get("VLLM_GAUDI", "https://github.com/vllm-project/vllm-gaudi")
@@ -385,7 +388,7 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("host", choices("vllm", "ray"))
+@nox.parametrize("host", choices("vllm", "sglang", "ray"))
 def interop(session: nox.Session, host: str) -> None:
     """Tests the libraries inside other runtimes: ``nox -s "interop(vllm)" -- -k nano``."""
     make_shared_environment(session)  # it converts the small model
@@ -399,9 +402,14 @@ def interop(session: nox.Session, host: str) -> None:
         session.install("-c", "constraints.txt", *PYTEST, "ray[serve]", *editable(*PACKAGES))
         session.run(*command, "-W", "ignore", "interop/test_ray.py", *session.posargs, env=environ)
         return
-    install_vllm(session)
+    install_vllm(session)  # which brings most of what SGLang needs, too
     session.install("-c", "constraints.txt", *PYTEST, "xxhash")
     session.install("--no-deps", *editable("bucketing", "kvcache", "scheduler"))
+    if host == "sglang":
+        session.install("--no-deps", SGLANG, "torchvision")
+        session.install("orjson", "ipython", "gguf")
+        session.run(*command, "interop/test_sglang.py", *session.posargs, env=environ)
+        return
     environ |= {
         "NANO_VLLM": str(cloned(session, NANO_VLLM, NANO_COMMIT)),
         "VLLM_GAUDI": str(cloned(session, VLLM_GAUDI, VLLM_GAUDI_COMMIT)),

@@ -21,7 +21,7 @@ OF_EXTRAS = {"google": "protobuf", "grpc": "grpcio"}
 """The distributions of modules with other names."""
 
 
-HOSTS = {"habana_frameworks", "ray", "vllm", "vllm_gaudi"}
+HOSTS = {"habana_frameworks", "ray", "sglang", "vllm", "vllm_gaudi"}
 """Runtimes that import a module for them: no extra installs one."""
 
 

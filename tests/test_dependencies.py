@@ -18,7 +18,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-OF_THE_HOST = {"habana_frameworks", "ray", "vllm", "vllm_gaudi"}
+OF_THE_HOST = {"habana_frameworks", "ray", "sglang", "vllm", "vllm_gaudi"}
 """What is there where a module is imported: a device's software, or the runtime that imports it."""
 
 

@@ -1,8 +1,9 @@
 """vLLM's schedulers under our limits: classes for its ``--scheduler-cls``.
 
 They wrap `schedule` and replace nothing of it. Before a step, `BatchLimiter` preempts until the
-batch is within the limit; vLLM's own scheduler then admits no more. The settings are `SETTINGS`,
-under ``trencadis`` in vLLM's ``--additional-config``. Only vLLM imports this module.
+batch is within the limit; vLLM's own scheduler then admits no more. The settings are those of
+`runtime_settings`, under ``trencadis`` in vLLM's ``--additional-config``. Only vLLM imports this
+module.
 """
 
 from __future__ import annotations
@@ -20,13 +21,9 @@ from vllm.v1.engine.core import EngineCore
 from trencadis.scheduler.batch_limiter import BatchLimiter, BatchLimits
 from trencadis.scheduler.control import BatchControl, BatchControlResult
 from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.telemetry import ReaderConfig, TemperatureReader, open_source
-from trencadis.scheduler.thermal import load_thermal_policy
+from trencadis.scheduler.runtime_settings import checked_settings, reader_and_guard
+from trencadis.scheduler.telemetry import TemperatureReader
 from trencadis.scheduler.thermal.guard import ThermalGuard
-
-SETTINGS = ("temperature_source", "thermal_policy", "thermal_policy_config", "thermal_devices")
-"""The names of ``engine-serve``'s flags, with the same meaning. Without a source there are orders
-alone."""
 
 LIMITS_OF_ADMISSION = ("max_num_running_reqs", "max_num_active_reqs")
 """Attributes of vLLM's scheduler up to which it admits requests. Older versions have the first."""
@@ -101,9 +98,11 @@ class ThermalScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there wh
                 f"{type(self).__name__} schedules no step ahead, and async_scheduling is on: use "
                 "ThermalAsyncScheduler, or --no-async-scheduling"
             )
+        config = self.vllm_config.additional_config or {}
+        settings = checked_settings("additional_config trencadis", config.get("trencadis", {}))
         guard: ThermalGuard | None
         self._reader: TemperatureReader | None
-        self._reader, guard = _reader_and_guard(_settings(self.vllm_config.additional_config))
+        self._reader, guard = reader_and_guard(settings)
         self._requests = RunningRequests(self)
         self._step = self._num_prefill_tokens = 0
         self._tokens_per_decode = 1 + self.num_spec_tokens
@@ -205,29 +204,3 @@ def _batch_control(core: Any, fields: Mapping[str, Any]) -> Future[dict[str, Any
 
     core.scheduler.control(BatchControl(**fields)).add_done_callback(pass_on)
     return answer
-
-
-def _settings(additional_config: Any) -> Mapping[str, Any]:
-    settings = (additional_config or {}).get("trencadis", {})
-    if not isinstance(settings, Mapping) or set(settings) - set(SETTINGS):
-        raise ConfigError(
-            f"additional_config has trencadis {settings!r}: give an object with {SETTINGS}"
-        )
-    return settings
-
-
-def _reader_and_guard(
-    settings: Mapping[str, Any],
-) -> tuple[TemperatureReader, ThermalGuard] | tuple[None, None]:
-    source, name = settings.get("temperature_source"), settings.get("thermal_policy")
-    options = settings.get("thermal_policy_config") or {}
-    if options and not name:
-        raise ConfigError(f"thermal_policy_config {options!r} needs thermal_policy: name one")
-    if source is None:
-        if settings:
-            raise ConfigError(f"{settings!r} needs temperature_source: name one, such as nvml")
-        return None, None
-    policy = load_thermal_policy(name, **options) if name else None
-    devices = ReaderConfig(devices=settings.get("thermal_devices"))
-    reader = TemperatureReader(open_source(source), devices)
-    return reader, ThermalGuard(policy, reader.state, forget=reader.forget)
