@@ -31,6 +31,7 @@ from trencadis.engine import LLM, ConfigError, SamplingParams
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import device as cpu_device
 from trencadis.engine.devices.cpu import native_kernel, tiled_linear
+from trencadis.engine.devices.cpu.attention import CPUAttention
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.packed_linear import PackedLinear, onednn_packs_bf16
 from trencadis.engine.devices.cpu.tiled_linear import (
@@ -659,6 +660,32 @@ def test_without_vectors_of_512_bits_integers_are_multiplied_by_those_of_256(
     for bits in (4, 8):
         for num_rows in (1, 7, 20):
             check_zero_points(num_rows, 32, 2, 45, bits)
+
+
+@pytest.mark.slow
+def test_vectors_of_256_bits_give_the_same_bits_and_tokens(
+    model_of_groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each output is summed alike, in fp32, whatever vector it is in."""
+
+    def computed(flags: Sequence[str]) -> tuple[list[torch.Tensor], list[list[list[int]]]]:
+        monkeypatch.setattr(native_kernel, "_FLAGS", (*own_flags, *flags))
+        monkeypatch.setattr(tiled_linear, "_KERNELS", {})
+        for weights in (torch.bfloat16, *INTEGERS):
+            load_linear_kernel(weights=weights, widens=True)
+        rows = torch.randn(3000, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+        outs = [kind(layer(96, 45, bias=True))(rows) for kind in KINDS]
+        tokens = [linears(model_of_groups, quantization=name)[1] for name in ("none", "int4")]
+        return outs, tokens
+
+    own_flags = native_kernel._FLAGS
+    # Attention multiplies pairs of bf16 only with 512 bits.
+    monkeypatch.setattr(CPUDevice, "_attention_of", lambda self, model: CPUAttention())
+    wide, tokens = computed(())
+    narrow, of_narrow = computed(("-mno-avx512f",))
+    assert tiled_linear._KERNELS[torch.bfloat16].columns == 16
+    assert all(map(torch.equal, wide, narrow))
+    assert tokens == of_narrow
 
 
 @pytest.mark.usefixtures("widens")
