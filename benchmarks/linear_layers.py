@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from trencadis.engine.devices.cpu.packed_linear import PackedLinear
+from trencadis.engine.devices.cpu.onednn_linear import OneDNNLinear
 from trencadis.engine.devices.cpu.tiled_linear import TiledLinear, load_linear_kernel
 
 SHAPES = {
@@ -40,7 +40,7 @@ def main() -> None:
         size = sum(2 * inputs * outputs for inputs, outputs in shapes)
         copies = max(2, WEIGHT_BYTES // size)
         plain = [nn.Linear(*shape, bias=False).bfloat16() for shape in shapes * copies]
-        packed, tiled = ([kind(layer) for layer in plain] for kind in (PackedLinear, TiledLinear))
+        packed, tiled = ([kind(layer) for layer in plain] for kind in (OneDNNLinear, TiledLinear))
         for rows in ROWS:
             given = {shape[0]: torch.randn(1, rows, shape[0]).bfloat16() for shape in shapes}
             times = [_in_turns(packed, tiled, given) for _ in range(ROUNDS)]

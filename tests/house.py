@@ -190,7 +190,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cpu", "cuda", "hpu"},
     ],
     "engine.devices.cpu": [
-        {"native_kernel", "packed_linear", "threads"},
+        {"native_kernel", "onednn_linear", "threads"},
         {"native_calls"},
         {"adapter_products", "attention", "state_scan", "tiled_linear"},
         {"recorded_layers"},

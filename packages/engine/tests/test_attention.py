@@ -30,7 +30,7 @@ from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import paged_attention
 from trencadis.engine.models.block_attention import BlockAttention
-from trencadis.engine.models.layer_spec import LayerSpec, features_of
+from trencadis.engine.models.layer_spec import LIMITS, LayerSpec, features_of
 from trencadis.engine.models.paged_context import (
     MASKED,
     Attention,
@@ -936,6 +936,18 @@ REJECTED = {
     "others": (("indices",), "passes indices to attention"),
     "states": ((StateShape(StateKey("conv", 0), (4,)),), "keeps a state"),
 }
+
+
+@given(features)
+def test_limits_are_the_features_that_leave_out_keys(drawn: dict[str, Any]) -> None:
+    spec, place = layer_spec(6, 2, 16, **drawn), torch.arange(30)
+    causal = place <= place[:, None]
+    seen = causal & spec.sees(place[:, None], place)
+    assert spec.has_limits == bool(LIMITS & drawn.keys()) == bool((causal & ~seen).any())
+    assert [int(row.nonzero()[0]) for row in seen] == list(map(spec.first_seen, range(30)))
+    assert sorted(limit for limit in spec.limits if limit) == sorted(
+        drawn[name] for name in LIMITS & drawn.keys()
+    )
 
 
 @formulations

@@ -143,20 +143,20 @@ def test_a_window_is_refused_by_a_device_without_unless_it_is_never_left(
 
 
 def test_bf16_weights_are_packed_and_compute_the_same(tiny_model: Path) -> None:
-    from trencadis.engine.devices.cpu.packed_linear import PackedLinear, onednn_packs_bf16
+    from trencadis.engine.devices.cpu.onednn_linear import OneDNNLinear, onednn_packs_bf16
     from trencadis.engine.devices.cpu.tiled_linear import TiledLinear
 
     model = load_model(inspect_model(str(tiny_model)), CPU, torch.bfloat16, 128)
     CPUDevice().optimize(model)
     packed = [
-        module for module in model.modules() if isinstance(module, (PackedLinear, TiledLinear))
+        module for module in model.modules() if isinstance(module, (OneDNNLinear, TiledLinear))
     ]
     assert len(packed) == 2 * 7 + 1
     if not onednn_packs_bf16():
         return
     plain = torch.nn.Linear(40, 24, dtype=torch.bfloat16)
     rows = torch.randn(5, 40, dtype=torch.bfloat16)
-    torch.testing.assert_close(PackedLinear(plain)(rows), plain(rows), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(OneDNNLinear(plain)(rows), plain(rows), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize(

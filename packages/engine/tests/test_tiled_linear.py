@@ -33,7 +33,7 @@ from trencadis.engine.devices.cpu import device as cpu_device
 from trencadis.engine.devices.cpu import native_kernel, tiled_linear
 from trencadis.engine.devices.cpu.attention import CPUAttention
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
-from trencadis.engine.devices.cpu.packed_linear import PackedLinear, onednn_packs_bf16
+from trencadis.engine.devices.cpu.onednn_linear import OneDNNLinear, onednn_packs_bf16
 from trencadis.engine.devices.cpu.tiled_linear import (
     IntegerLinear,
     TiledEmbedding,
@@ -269,7 +269,7 @@ def linears(model: Path, **changes: object) -> tuple[set[type], list[tuple[int, 
     kinds = {
         type(module)
         for module in llm.core.executor.worker._model.modules()
-        if isinstance(module, (nn.Linear, PackedLinear, QuantizedLinear, TiledLinear))
+        if isinstance(module, (nn.Linear, OneDNNLinear, QuantizedLinear, TiledLinear))
     }
     results = llm.generate([list(range(1, 40)), [7], list(range(100, 117))], GREEDY)
     return kinds, [result.completions[0].token_ids for result in results]
@@ -281,7 +281,7 @@ def test_an_engine_computes_all_its_linear_layers_with_the_kernel(tiny_model: Pa
     assert [len(sampled) for sampled in tokens] == [12] * 3
 
 
-WITHOUT_KERNEL = PackedLinear if onednn_packs_bf16() else nn.Linear
+WITHOUT_KERNEL = OneDNNLinear if onednn_packs_bf16() else nn.Linear
 """What computes bf16 on this processor where the kernel does not."""
 
 
@@ -306,7 +306,7 @@ def test_without_a_right_kernel_onednn_computes_or_a_plain_layer(
         right: Callable[..., torch.Tensor] = tiled_linear._product
         monkeypatch.setattr(tiled_linear, "_product", lambda *given: 1.1 * right(*given))
     kinds, tokens = linears(tiny_model)
-    assert kinds == {PackedLinear if packs else nn.Linear}
+    assert kinds == {OneDNNLinear if packs else nn.Linear}
     assert [len(sampled) for sampled in tokens] == [12] * 3
     reasons = {"no compiler": "no-such-compiler", "wrong results": "off by"}
     reason = reasons.get(fault, "no vectors of 256 bits")

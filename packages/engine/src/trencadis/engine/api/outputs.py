@@ -180,7 +180,8 @@ class EngineStats:
     - ``running_adapters``, ``waiting_adapters``: names of adapters of requests that were admitted,
       and of those that have not started.
     - ``thermal``: None if no temperature is measured.
-    - ``host_tier``, ``disk_tier``: None without one (``kv_tiers``).
+    - ``host_tier``, ``disk_tier``: None without one (``kv_tiers``). Totals and metrics find the
+      tiers by the end of these names.
     - ``core_silence_s``: seconds since the last message of a core in another process. An idle one
       sends one each second; all other values are as old. ``core_silence_limit_s``: the silence
       after which it counts as hung, longer while it loads or compiles.

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 class AdapterSlots:
     """Slots from 1 to ``num_slots``, slot 0 being that of requests without an adapter.
 
-    The scheduler lets at most as many adapters be in use, so that a step always finds slots.
+    The scheduler lets at most as many adapters be in use (`SchedulerConfig.max_adapters`), where
+    other requests wait; so a step always finds slots.
     """
 
     def __init__(self, num_slots: int) -> None:

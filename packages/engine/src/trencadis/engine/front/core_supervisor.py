@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import attrs
 import psutil
@@ -62,6 +63,9 @@ _STALE_SECONDS = 5.0
 
 _MAX_BACKOFF_SECONDS = 30.0
 """Longest wait before a restart of the core: 1 s before the first, then twice as long each time."""
+
+
+_TIERS = tuple(name for name in attrs.fields_dict(EngineStats) if name.endswith("_tier"))
 
 
 class CoreSupervisor:
@@ -302,16 +306,13 @@ class CoreSupervisor:
     def _note_stats(self, reported: EngineStats) -> None:
         name = self.config.name
         earlier = self._of_earlier_cores.get(name, EngineStats())
-        for tier in ("host_tier", "disk_tier"):
+        for tier in _TIERS:
             counted: TierStats | None = getattr(reported, tier)
             if counted is not None:
                 of_earlier = self._tiers_of_earlier_cores.get(tier, TierStats())
                 self._tiers[tier] = plus_totals(counted, of_earlier)
-        reported = attrs.evolve(
-            reported,
-            host_tier=self._tiers.get("host_tier"),
-            disk_tier=self._tiers.get("disk_tier"),
-        )
+        tiers: Mapping[str, Any] = self._tiers
+        reported = attrs.evolve(reported, **tiers)
         self._stats = self._totals[name] = plus_totals(reported, earlier)
         thermal, before = reported.thermal, self._thermal_of_earlier_cores
         self._thermal = None if thermal is None else plus_totals(thermal, before)

@@ -118,7 +118,7 @@ def check_layers(
 
     A reason that stays with shorter sequences comes first.
     """
-    limits = [limit for each in layers for limit in (each.window, each.chunk) if limit]
+    limits = [limit for each in layers for limit in each.limits if limit]
     shortest = min(limits, default=0)
     short = [layer.within(shortest) for layer in layers] if limits else []
     for wanted, remedy in ((short, ""), (layers, f", or lower max_model_len to {shortest}")):

@@ -82,9 +82,19 @@ class LayerSpec(LayerShape):
             chunk=self.chunk if self.chunk is None or self.chunk < max_model_len else None,
         )
 
+    @property
+    def limits(self) -> tuple[int | None, ...]:
+        """The values of `LIMITS`. Layers with equal ones leave out the same keys."""
+        return self.window, self.chunk
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether a token may attend to fewer tokens than all before it."""
+        return self.window is not None or self.chunk is not None
+
     def is_limited(self, num_tokens: int) -> bool:
-        """Whether the last of so many tokens attends to fewer than all, by a window or a chunk."""
-        return any(limit is not None and limit < num_tokens for limit in (self.window, self.chunk))
+        """Whether the last of so many tokens attends to fewer than all."""
+        return any(limit is not None and limit < num_tokens for limit in self.limits)
 
     @property
     def needs_scores(self) -> bool:
@@ -98,7 +108,7 @@ class LayerSpec(LayerShape):
         return max(0, of_window, of_chunk)
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Whether window and chunk leave a key to a query, by their positions, which broadcast.
+        """Whether `LIMITS` leave a key to a query, by their positions, which broadcast.
 
         Keys after the query are not excluded here.
         """
@@ -144,6 +154,9 @@ _FIELDS = {"sliding_window": "window", "softcap": "softcap", SINKS: "sinks"}
 """The fields of `LayerSpec` that transformers passes to attention, by the names it has there."""
 
 PASSED_FEATURES = frozenset(_FIELDS.values())
+
+LIMITS = frozenset({"window", "chunk"})
+"""Features that leave out keys by their positions alone: see `LayerSpec.sees`."""
 
 FEATURES = frozenset({"window", "chunk", "softcap", "sinks"})
 """What the attentions here compute beyond plain causal attention. Written out, so that a name in

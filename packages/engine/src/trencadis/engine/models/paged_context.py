@@ -194,17 +194,17 @@ class DecodeContext(PagedContext):
     adapter_rows: torch.Tensor | None = None
     starts: torch.Tensor | None = None
     shared_starts: torch.Tensor | None = None
-    narrowed: dict[tuple[int | None, int | None], DecodeContext] | None = None
+    narrowed: dict[tuple[int | None, ...], DecodeContext] | None = None
 
     def within(self, spec: LayerSpec) -> DecodeContext:
-        """The context of layers with the window or the chunk of ``spec``; itself without either.
+        """The context of layers with the limits of ``spec``; itself without any.
 
         Slots outside are masked, and a block that has no other slots has no owner. Where the shapes
         may change (``narrowed``) and few blocks are left, only these are read.
         """
-        limits = (spec.window, spec.chunk)
-        if limits == (None, None):
+        if not spec.has_limits:
             return self
+        limits = spec.limits
         if self.narrowed is not None and limits in self.narrowed:
             return self.narrowed[limits]
         if self.positions is None or self.starts is None:
@@ -215,7 +215,7 @@ class DecodeContext(PagedContext):
         num_rows = self.positions.shape[0]
         found = attrs.evolve(
             self,
-            owners=torch.where(seen[:, -1], self.owners, num_rows),
+            owners=torch.where(seen.any(1), self.owners, num_rows),
             bias=torch.where(seen[:, None, None], self.bias, MASKED),
         )
         if self.narrowed is not None:

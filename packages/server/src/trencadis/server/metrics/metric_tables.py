@@ -8,6 +8,7 @@ with ``trencadis:``. Prometheus appends ``_total`` to the name of a counter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Literal
 
 import attrs
@@ -62,8 +63,9 @@ def _of_tiers(
 _FindTier = Callable[[EngineStats], TierStats | None]
 
 _TIERS: Mapping[str, _FindTier] = {
-    "host": lambda stats: stats.host_tier,
-    "disk": lambda stats: stats.disk_tier,
+    name.removesuffix("_tier"): attrgetter(name)
+    for name in attrs.fields_dict(EngineStats)
+    if name.endswith("_tier")
 }
 
 

@@ -20,7 +20,7 @@ import torch
 from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
 from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
 from trencadis.engine.models.block_attention import BlockAttention, attend_in_parts
-from trencadis.engine.models.layer_spec import LayerSpec, feature_beyond
+from trencadis.engine.models.layer_spec import LIMITS, LayerSpec, feature_beyond
 from trencadis.engine.models.paged_context import (
     MASKED,
     DecodeContext,
@@ -39,9 +39,6 @@ _TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-4}
 
 _TOLERANCE_OF_CODES = 0.03
 """The same for a cache of codes: the kernel may round queries to 14 bits."""
-
-_LIMITS = frozenset({"window", "chunk"})
-"""Features that decode has by the blocks and the bias that it is given (`DecodeContext.within`)."""
 
 _LANES = 16
 """A head is a whole number of the kernel's vectors."""
@@ -88,12 +85,13 @@ class AttentionKernel:
     def supports(self, layer: LayerSpec) -> str | None:
         """See `Attention.supports`. What is not supported is computed by PyTorch's operations.
 
-        Of a layer with a window or a chunk, decode alone is.
+        Of a layer with `LIMITS`, decode alone is: its blocks and bias have them already
+        (`DecodeContext.within`).
         """
         sizes = (self.groups * layer.kv_heads, self.head_dim, self.head_dim)
         if (layer.heads, layer.key_width, layer.value_width) != sizes:
             return f"has other heads than {self.head_dim} wide, {self.groups} for a KV head"
-        return feature_beyond(layer, _LIMITS)
+        return feature_beyond(layer, LIMITS)
 
     def fits(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor
@@ -167,7 +165,7 @@ class CPUAttention:
         scale = spec.scale
         # The kernels read heads as rows of contiguous values.
         query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-        is_limited = spec.window is not None or spec.chunk is not None
+        is_limited = spec.has_limits
         if isinstance(paged, DecodeContext):
             seen = paged.within(spec) if is_limited else paged
             return _decode(kernel.decode, query, key, value, layer, seen, scale)

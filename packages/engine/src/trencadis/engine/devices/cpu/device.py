@@ -17,7 +17,7 @@ from trencadis.engine.devices.cpu.adapter_products import load_adapter_kernel
 from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel_of
 from trencadis.engine.devices.cpu.native_calls import Replayer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
-from trencadis.engine.devices.cpu.packed_linear import PackedLinear, onednn_packs_bf16
+from trencadis.engine.devices.cpu.onednn_linear import OneDNNLinear, onednn_packs_bf16
 from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
 from trencadis.engine.devices.cpu.state_scan import FUNCTIONS, NativeScan
 from trencadis.engine.devices.cpu.threads import (
@@ -162,7 +162,7 @@ class CPUDevice(Device):
         """Replace bf16 linear layers by layers with weights in the order of a kernel.
 
         The kernel is our own where the processor has AVX2 and there is a compiler (`TiledLinear`),
-        for an even number of inputs; else oneDNN's (`PackedLinear`), which repacks a plain weight
+        for an even number of inputs; else oneDNN's (`OneDNNLinear`), which repacks a plain weight
         in every call. Where oneDNN has no bf16 either, layers stay plain, as those of fp32 do, so
         that their results equal those of the unmodified model. Integers are multiplied packed,
         where activations are bf16 and the processor has AVX2.
@@ -313,7 +313,7 @@ class CPUDevice(Device):
         def replacement(layer: nn.Linear) -> nn.Module:
             if has_kernel and _has_kernel(layer):
                 return TiledLinear(layer)
-            return PackedLinear(layer) if packs else layer
+            return OneDNNLinear(layer) if packs else layer
 
         return replacement
 

@@ -90,11 +90,7 @@ class RecordedLayers:
         self._run = run
         self._programs = programs
         self._own = own
-        self._limited = [
-            (layer, spec)
-            for layer, spec in enumerate(specs)
-            if spec.window is not None or spec.chunk is not None
-        ]
+        self._limited = [(layer, spec) for layer, spec in enumerate(specs) if spec.has_limits]
         self._replayer = replayer
         self._scratch = Scratch()
         self._lists: dict[Hashable, CallList] = {}

@@ -305,7 +305,7 @@ def _prompt_bias(
 def _decode_bias(paged: DecodeRows, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``bias`` and ``shared_bias`` of `DecodeRows`, with what the spec leaves out masked."""
     bias, shared = paged.bias, paged.shared_bias
-    if spec.window is None and spec.chunk is None:
+    if not spec.has_limits:
         return bias, shared
     if paged.positions is None or paged.starts is None or paged.queries_at is None:
         raise ValueError("the context lacks the positions that a window needs")

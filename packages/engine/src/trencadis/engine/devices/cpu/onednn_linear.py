@@ -1,4 +1,4 @@
-"""Linear layers with weights in oneDNN's blocked layout, as an operator that can be compiled."""
+"""Linear layers with bf16 weights in oneDNN's own layout, as an operator that can be compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 _LIBRARY = torch.library.Library("trencadis", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "packed_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor"
+    "onednn_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor"
 )
 
 
@@ -22,7 +22,7 @@ def onednn_packs_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-class PackedLinear(nn.Module):
+class OneDNNLinear(nn.Module):
     """A linear layer of bf16 whose weight is packed once, not in every call.
 
     Only where `onednn_packs_bf16`.
@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         # Only tracing needs the registered operator; calling oneDNN directly is faster.
-        compute = _compute if type(rows) is torch.Tensor else torch.ops.trencadis.packed_linear
+        compute = _compute if type(rows) is torch.Tensor else torch.ops.trencadis.onednn_linear
         out: torch.Tensor = compute(rows, self.packed, self.bias)
         return out
 
@@ -54,7 +54,7 @@ def _compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 # layers can share a program only if the weight is an input.
 _POINTWISE = torch.ops.mkldnn._linear_pointwise.default
 _LIBRARY.impl(  # type: ignore[no-untyped-call]
-    "packed_linear", _compute, "CompositeExplicitAutograd"
+    "onednn_linear", _compute, "CompositeExplicitAutograd"
 )
 
 
@@ -63,4 +63,4 @@ def _shape(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     return rows.new_empty((*rows.shape[:-1], weight.shape[0]))
 
 
-torch.library.register_fake("trencadis::packed_linear", _shape, lib=_LIBRARY)
+torch.library.register_fake("trencadis::onednn_linear", _shape, lib=_LIBRARY)
