@@ -87,6 +87,9 @@ def test_they_are_loaded_and_unloaded_and_survive_a_restart(
                 await engine.load_adapter("third", folders["third"] / "nowhere")
             with pytest.raises(InvalidRequest, match="'third' is not loaded"):
                 await tokens(engine, "third")
+            for within in ("/", 3, [3]):
+                with pytest.raises(InvalidRequest, match="within must be directories"):
+                    await engine.load_adapter("third", folders["third"], within)
             for name, path in ((3, "x"), ("x", 3), ("", "x"), ("x", "")):
                 with pytest.raises(InvalidRequest):
                     await engine.load_adapter(name, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,13 @@ GOOD = pair(LAYER, 48, 96)
 Write = Callable[[Path], object]
 
 
-def read(directory: Path, max_rank: int = 8, dtype: torch.dtype = torch.float32) -> Any:
-    return read_adapter(directory, LAYERS, max_rank, dtype)
+def read(
+    directory: Path,
+    max_rank: int = 8,
+    dtype: torch.dtype = torch.float32,
+    within: Sequence[str] = (),
+) -> Any:
+    return read_adapter(directory, LAYERS, max_rank, dtype, within)
 
 
 def test_what_peft_has_saved_is_read(tiny_model: Path, tmp_path: Path) -> None:
@@ -72,6 +77,49 @@ def test_other_dtypes_are_converted(tmp_path: Path) -> None:
     halves = {name: tensor.bfloat16() for name, tensor in GOOD.items()}
     assert read(write_adapter(tmp_path, halves)).layers[LAYER].up.dtype is torch.float32
     assert read(tmp_path, dtype=torch.bfloat16).layers[LAYER].down.dtype is torch.bfloat16
+
+
+# Where the files are when they are opened.
+
+
+def test_files_are_below_a_directory_wherever_links_lead(tmp_path: Path) -> None:
+    inside = write_adapter(tmp_path / "allowed/a", GOOD)
+    outside = write_adapter(tmp_path / "other/b", GOOD)
+    within = [str(tmp_path / "empty"), str(tmp_path / "allowed")]
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        for place, files in (("elsewhere", outside), ("here", inside)):
+            link = write_adapter(tmp_path / f"allowed/{place}-{name}", GOOD) / name
+            link.unlink()
+            link.symlink_to(files / name)
+        assert read(link.parent, within=within).rank == 4
+        with pytest.raises(AdapterError, match=rf"elsewhere-{name}/{name} .* not below"):
+            read(tmp_path / f"allowed/elsewhere-{name}", within=within)
+    (tmp_path / "allowed/link").symlink_to(outside)
+    for directory in (outside, tmp_path / "allowed/link"):
+        with pytest.raises(AdapterError, match="not below a directory"):
+            read(directory, within=within)
+        assert read(directory).rank == 4
+
+
+@pytest.mark.parametrize("first", ["allowed/a", "other/b"])
+def test_a_link_that_changes_while_it_is_read_leads_nowhere_else(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leads to one of two places when a file is opened, and to the other one right after."""
+    places = [write_adapter(tmp_path / name, GOOD) for name in ("allowed/a", "other/b")]
+    link, fstat = tmp_path / "allowed/link", os.fstat
+
+    def exchange(number: int) -> os.stat_result:
+        (other,) = {*places} - {link.readlink()}
+        link.unlink()
+        link.symlink_to(other)
+        return fstat(number)
+
+    link.symlink_to(tmp_path / first)
+    monkeypatch.setattr(os, "fstat", exchange)
+    with pytest.raises(AdapterError, match="not below a directory"):
+        read(link, within=[str(tmp_path / "allowed")])
+    assert link.readlink() != tmp_path / first, "the first file was refused"
 
 
 # Files that nobody's tool saves, or that are of a kind that is not served.

@@ -9,26 +9,42 @@ import subprocess
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import attrs
 import pytest
 from adapters import Reference, save_adapter
 from child_processes import children, core_process
+from request_mix import finish
 
 from trencadis.engine import (
     AdapterError,
     AsyncEngine,
     EngineConfig,
+    EngineCore,
     EngineDead,
     EngineRestarting,
     GenerateRequest,
     InvalidRequest,
+    RequestFailed,
     SamplingParams,
     SwitchFailedError,
 )
-from trencadis.engine.core.adapter_loads import MAX_READERS, READ_SECONDS, AdapterLoads
+from trencadis.engine.core import engine_core
+from trencadis.engine.core.adapter_loads import (
+    MAX_READERS,
+    READ_SECONDS,
+    STALLED_SECONDS,
+    AdapterLoads,
+)
+from trencadis.engine.core.core_process import _handle
+from trencadis.engine.front.adapter_calls import error_of
+from trencadis.engine.ipc.messages import LoadAdapter
+from trencadis.engine.models.adapter_files import Adapter, read_adapter
+from trencadis.engine.runner import adapter_store
 
 pytestmark = pytest.mark.usefixtures("own_processes")
 
@@ -269,35 +285,125 @@ def test_a_core_that_ends_in_mid_load_is_stopped_or_restarted(
 # How many are read at a time, and for how long.
 
 
-def test_loads_are_given_up_after_their_limit_and_few_are_read_at_a_time() -> None:
-    now_s, may_go_on = [0.0], threading.Event()
-    started: list[str] = []
+class Reads:
+    """Loads whose files are read when a test says so, at the times of its clock."""
 
-    def reader(name: str) -> Callable[[], str]:
-        def read() -> str:
-            started.append(name)
-            assert may_go_on.wait(LIMIT_S)
-            return name
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.loads = AdapterLoads(lambda: self.now_s)
+        self.started: list[str] = []
+        self._may_end: dict[str, threading.Event] = {}
 
-        return read
+    def begin(self, *names: str) -> None:
+        for name in names:
+            self._may_end[name] = threading.Event()
+            self.loads.begin(len(self._may_end), name, f"/{name}", partial(self._read, name))
 
-    loads = AdapterLoads(lambda: now_s[0])
-    names = [f"{number}" for number in range(MAX_READERS + 2)]
-    for number, name in enumerate(names):
-        loads.begin(number, name, f"/{name}", reader(name))
-        now_s[0] += 1.0
-    assert loads.take_ended() == []
-    assert list(loads.names) == names
-    now_s[0] = READ_SECONDS
-    (late,) = loads.take_ended()
-    assert late.number == 0
+    def _read(self, name: str) -> str:
+        self.started.append(name)
+        assert self._may_end[name].wait(LIMIT_S)
+        return name
+
+    def release(self, *names: str) -> None:
+        """Let reads end, and wait until they have."""
+        ending = [load for load in self.loads._reading if load.name in names]
+        for name in names:
+            self._may_end[name].set()
+        for load in ending:
+            load.result.result(LIMIT_S)
+
+
+NAMES = [f"{number}" for number in range(MAX_READERS + 2)]
+READ, WAITING = NAMES[:MAX_READERS], NAMES[MAX_READERS:]
+
+
+def test_few_are_read_at_a_time_and_given_up_after_their_limit() -> None:
+    reads = Reads()
+    reads.begin(*READ)
+    assert reads.loads.take_ended() == []
+    reads.now_s = READ_SECONDS
+    late = reads.loads.take_ended()
+    assert [load.name for load in late] == READ
     with pytest.raises(AdapterError, match=r"/0 was not read within 600 s"):
-        late.take()
-    now_s[0] += MAX_READERS
-    assert [load.name for load in loads.take_ended()] == names[1:-1]
-    assert sorted(started) == names[:MAX_READERS], "threads that wait are not replaced"
+        late[0].take()
+    reads.release(*READ)
+    assert sorted(reads.started) == READ
+    reads.begin("next")
+    reads.release("next")
+    (load,) = reads.loads.take_ended()
+    assert load.take() == "next"
+
+
+def test_a_load_waits_while_others_are_read_and_not_where_these_have_no_end() -> None:
+    reads = Reads()
+    reads.begin(*NAMES)
+    reads.now_s = STALLED_SECONDS - 1
+    reads.release("0")
+    assert [load.take() for load in reads.loads.take_ended()] == ["0"]
+    reads.now_s += STALLED_SECONDS - 1
+    assert reads.loads.take_ended() == []
+    reads.now_s += 1
+    (stalled,) = reads.loads.take_ended()
+    assert stalled.name == WAITING[1]
+    with pytest.raises(AdapterError, match=r"none was in the last 60 s: '/1', '/2', '/3', '/4'"):
+        stalled.take()
+    with pytest.raises(AdapterError, match="4 adapters are being read"):
+        reads.begin("late")
+    assert list(reads.loads.names) == [*READ[1:], WAITING[0]]
+    reads.now_s += READ_SECONDS
+    assert len(reads.loads.take_ended()) == MAX_READERS
+    with pytest.raises(AdapterError, match="4 adapters are being read"):
+        reads.begin("later")
+    reads.release("1")
+    reads.begin("last")
+    reads.release("2", "3", "4", "last")
+    assert [load.take() for load in reads.loads.take_ended()] == ["last"]
+
+
+@pytest.mark.slow
+def test_a_file_that_is_not_read_is_lost_when_a_core_starts_again(
+    tiny_model: Path,
+    saved: dict[str, Path],
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_go_on = threading.Event()
+
+    def read(directory: Path, **settings: Any) -> Adapter:
+        assert directory != saved["slow"] or may_go_on.wait(LIMIT_S)
+        return read_adapter(directory, **settings)
+
+    monkeypatch.setattr(adapter_store, "read_adapter", read)
+    monkeypatch.setattr(engine_core, "AGAIN_SECONDS", 5.0, raising=False)
+    settings = {"dtype": "float32", "warmup": "none", "max_model_len": 64, "enable_lora": True}
+    config = EngineConfig(model=tiny_model, device="cpu", **settings)
+    earlier = {name: str(path) for name, path in saved.items()}
+    core = EngineCore(config, adapters={config.name: earlier})
+    assert sorted(adapter.name for adapter in core.adapters) == ["first", "third"]
+    core.add("r", GenerateRequest(PROMPT, GREEDY, lora="third"))
+    tokens = [token.token_id for token in finish(core)["r"]]
+    assert tokens == reference.tokens("third", PROMPT, 8)
     may_go_on.set()
-    found = []
-    while loads.names:
-        found += loads.take_ended()
-    assert [load.take() for load in found] == [names[-1]]
+    core.close()
+
+
+def test_an_error_of_the_core_is_not_one_of_who_asked() -> None:
+    """A server answers 500 to it, and 400 to others."""
+    answers: list[Any] = []
+    channel = SimpleNamespace(send=answers.append)
+    order = LoadAdapter(7, "sql", "/adapters/sql")
+
+    def reader(error: Exception) -> Callable[..., object]:
+        def fail(*_: object) -> None:
+            raise error
+
+        return fail
+
+    for error in (OSError("no threads"), AdapterError("another name", "lora_name")):
+        core = SimpleNamespace(adapter_reader=reader(error))
+        _handle(core, channel, order, {}, AdapterLoads())
+    internal, wrong = map(error_of, answers)
+    assert isinstance(internal, RequestFailed)
+    assert "no threads" in str(internal)
+    assert isinstance(wrong, AdapterError)
+    assert wrong.field == "lora_name"

@@ -240,8 +240,9 @@ class StandInEngine:
             if not finished:
                 self.aborted.append(key)
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def load_adapter(self, name: str, path: str, within: Sequence[str] = ()) -> None:
         await self.check_health()
+        self.allowed = within
         if any(adapter.name == name for adapter in self.adapters):
             raise AdapterError(f"the adapter {name!r} is loaded already", "lora_name")
         if not os.path.exists(f"{path}/adapter_config.json"):  # noqa: PTH110, ASYNC240

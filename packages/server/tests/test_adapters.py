@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from stand_in_engine import StandInEngine
 
-from trencadis.engine import AdapterInfo
+from trencadis.engine import AdapterInfo, RequestFailed
 from trencadis.server import ServerSettings, create_app
 
 pytestmark = pytest.mark.asyncio
@@ -66,6 +66,7 @@ async def test_an_adapter_is_a_model_until_it_is_unloaded(api, engine, folder) -
         answer = (await api.post("/v1/completions", json=body)).json()
         assert answer["model"] == (model or "stand-in")
     assert engine.loras == ["sql", None, None]
+    assert engine.allowed == (str(folder / "allowed"),)
     unloaded = await api.post(UNLOAD, json={"lora_name": "sql"}, headers=BOSS)
     assert unloaded.text == "Success: LoRA adapter 'sql' removed successfully."
     assert len((await api.get("/v1/models")).json()["data"]) == 1
@@ -172,6 +173,18 @@ async def test_what_cannot_be_loaded_is_named(api, engine, folder) -> None:
     for body in ({}, {"lora_name": 3, "lora_path": "x"}, {"lora_name": "a", "lora_path": None}, []):
         assert (await api.post(LOAD, json=body, headers=BOSS)).status_code in (400, 422)
     assert [adapter.name for adapter in engine.adapters] == ["sql"]
+
+
+async def test_an_error_of_the_engine_is_not_one_of_the_client(
+    api, engine, folder, monkeypatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RequestFailed("OSError: no threads")
+
+    monkeypatch.setattr(engine, "load_adapter", fail)
+    answer = await load(api, "sql", folder / "allowed/sql")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
 
 
 async def test_an_engine_without_adapters_says_so(engine, folder, monkeypatch) -> None:

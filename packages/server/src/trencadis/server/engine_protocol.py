@@ -286,9 +286,10 @@ class AdapterEngine(Protocol):
     def adapters(self) -> Sequence[AdapterInfo]:
         """Those that requests to the active model may name."""
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load the adapter in the directory ``path``. Raises `InvalidRequest` where it cannot be
-        served, or the name is taken, or an error of `ServingEngine.check_health`."""
+    async def load_adapter(self, name: str, path: str, within: Sequence[str] = ()) -> None:
+        """Load the adapter in the directory ``path``, whose files are below one of ``within`` when
+        they are opened. Raises `InvalidRequest` where it cannot be served, or the name is taken,
+        `RequestFailed`, or an error of `ServingEngine.check_health`."""
 
     async def unload_adapter(self, name: str) -> None:
         """Remove an adapter: new requests may not name it, others go on. Errors as above."""

@@ -97,23 +97,15 @@ class AdapterTable:
             del self._retired[digest]
         return unused
 
-    def restore(
-        self, holds: Callable[[str], bool], load: Callable[[str], LoadedAdapter]
-    ) -> list[str]:
-        """Read again what is no longer held, as after another model was served.
+    def remove_lost(self, holds: Callable[[str], bool]) -> dict[str, str]:
+        """Remove what is no longer held, as after another model was served.
 
-        A name whose files cannot be read any more is removed; returns why, a line for each.
+        Returns the directories by the names.
         """
-        reasons: list[str] = []
-        for adapter in self:
-            if holds(adapter.loaded.digest):
-                continue
-            del self._by_name[adapter.name]
-            try:
-                self.add(adapter.name, adapter.path, load(adapter.path))
-            except AdapterError as error:
-                reasons.append(f"the adapter {shown(adapter.name)} is lost: {error}")
-        return reasons
+        lost = {each.name: each.path for each in self if not holds(each.loaded.digest)}
+        for name in lost:
+            del self._by_name[name]
+        return lost
 
     def _digests(self) -> set[str]:
         return {adapter.loaded.digest for adapter in self._by_name.values()}

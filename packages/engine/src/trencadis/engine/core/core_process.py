@@ -309,7 +309,8 @@ def _change_adapters(
         return
 
     def begin() -> None:
-        loads.begin(number, name, message.path, core.adapter_reader(name, message.path))
+        reader = core.adapter_reader(name, message.path, message.within)
+        loads.begin(number, name, message.path, reader)
 
     refusal = _refusal(number, begin)
     if refusal is not None:
@@ -355,7 +356,7 @@ def _refusal(number: int, change: Callable[[], object]) -> AdaptersChanged | Non
         return AdaptersChanged(number, error=str(error), field=error.field)
     except Exception as error:
         logger.exception("An adapter could not be changed")
-        return AdaptersChanged(number, error=f"{type(error).__name__}: {error}")
+        return AdaptersChanged(number, error=f"{type(error).__name__}: {error}", is_internal=True)
     return None
 
 

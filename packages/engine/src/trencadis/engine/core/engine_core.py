@@ -11,7 +11,7 @@ import logging
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from trencadis.engine.api.requests import (
     check_is_request,
     check_request_id,
 )
+from trencadis.engine.core.adapter_loads import AGAIN_SECONDS, AdapterLoad, AdapterLoads
 from trencadis.engine.core.adapter_slots import AdapterSlots
 from trencadis.engine.core.adapter_table import AdapterTable, NamedAdapter
 from trencadis.engine.core.kv_events import KVEventPublisher
@@ -42,7 +43,6 @@ from trencadis.engine.ipc.messages import (
 )
 from trencadis.engine.models.adapter_files import Adapter
 from trencadis.engine.models.layer_spec import window_of_all
-from trencadis.engine.runner.adapter_store import LoadedAdapter
 from trencadis.engine.runner.executor import Executor, ModelFacts
 from trencadis.engine.runner.executor_choice import make_executor
 from trencadis.engine.runner.host_swap import swap_governor
@@ -232,16 +232,13 @@ class EngineCore:
         """Load the adapters that the settings name, or those that the model had before."""
         config, executor = self.config, self.executor
         if config.name in self._tables:
-            self._adapters = self._tables[config.name]
-            for reason in self._adapters.restore(executor.holds_adapter, self._read_and_hold):
-                logger.warning("%s", reason)
+            self._load_again(self._adapters.remove_lost(executor.holds_adapter))
             self._drop_unused_adapters()
             return
-        self._adapters = self._tables[config.name] = AdapterTable()
+        self._tables[config.name] = AdapterTable()
         earlier = self._earlier_adapters.get(config.name)
         if earlier is not None:
-            for name, path in earlier.items():
-                self._load_again(name, path)
+            self._load_again(earlier)
             return
         try:
             for name, path in config.lora_modules.items():
@@ -250,12 +247,19 @@ class EngineCore:
             del self._tables[config.name]
             raise ConfigError(f"lora_modules: {error}", "lora_modules") from error
 
-    def _load_again(self, name: str, path: str) -> None:
-        """Load what an earlier core had. What cannot be read any more is lost, and no more."""
+    def _load_again(self, paths: Mapping[str, str]) -> None:
+        """Load what the model had before. What cannot be read any more is lost, and no more."""
+        loads = AdapterLoads(limit_s=AGAIN_SECONDS)
+        for number, (name, path) in enumerate(paths.items()):
+            loads.begin(number, name, path, self.adapter_reader(name, path))
+        for load in loads.wait_for_all():
+            self._add_again(load)
+
+    def _add_again(self, load: AdapterLoad) -> None:
         try:
-            self.load_adapter(name, path)
+            self.add_adapter(load.name, load.path, load.take())
         except InvalidRequest as error:
-            logger.warning("The adapter %s is lost: %s", shown(name), error)
+            logger.warning("The adapter %s is lost: %s", shown(load.name), error)
 
     def rebuild(self, facts: ModelFacts) -> None:
         """Serve another model, which the executor has made ready, instead of the present one.
@@ -399,6 +403,10 @@ class EngineCore:
         self.requests.add(key, request, limit, digest)
 
     @property
+    def _adapters(self) -> AdapterTable:
+        return self._tables[self.config.name]
+
+    @property
     def adapters(self) -> tuple[NamedAdapter, ...]:
         """The adapters that requests may name."""
         return tuple(self._adapters)
@@ -411,14 +419,14 @@ class EngineCore:
         """
         return self.add_adapter(name, path, self.adapter_reader(name, path)())
 
-    def _read_and_hold(self, path: str) -> LoadedAdapter:
-        return self.executor.hold_adapter(self.executor.adapter_reader()(Path(path)))
-
-    def adapter_reader(self, name: str, path: str) -> Callable[[], Adapter]:
+    def adapter_reader(
+        self, name: str, path: str, within: Sequence[str] = ()
+    ) -> Callable[[], Adapter]:
         """The first part of `load_adapter`: what reads the adapter, to be called in any thread.
 
         What it returns is for `add_adapter`, as long as neither the model is switched nor the core
-        sleeps meanwhile. Raises as `load_adapter`, and so does what it returns.
+        sleeps meanwhile. ``within``: see `AsyncEngine.load_adapter`. Raises as `load_adapter`, and
+        so does what it returns.
         """
         check_adapter_name(name, "lora_name")
         if not isinstance(path, str) or not path:
@@ -434,7 +442,7 @@ class EngineCore:
         if self.is_asleep:
             raise AdapterError("the engine sleeps: wake it up before adapters are loaded")
         self._adapters.check_free(name)
-        return functools.partial(self.executor.adapter_reader(), Path(path))
+        return functools.partial(self.executor.adapter_reader(), Path(path), within=within)
 
     def add_adapter(self, name: str, path: str, adapter: Adapter) -> NamedAdapter:
         """The second part of `load_adapter`: requests may name what was read from ``path``."""

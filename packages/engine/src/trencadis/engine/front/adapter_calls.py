@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from trencadis.engine.api.inspection import AdapterInfo
-from trencadis.engine.errors import AdapterError
+from trencadis.engine.errors import AdapterError, EngineError, RequestFailed
 from trencadis.engine.front.core_supervisor import CoreSupervisor
 from trencadis.engine.ipc.messages import AdaptersChanged, LoadAdapter, ToCore, UnloadAdapter
 
@@ -28,9 +28,10 @@ class AdapterCalls:
         """The adapters that requests to the active model may name."""
         return self._core.ready.adapters
 
-    async def load(self, name: str, path: str) -> None:
-        """Load an adapter. Raises `AdapterError`, and nothing has changed then."""
-        await self._ask(lambda number: LoadAdapter(number, name, path))
+    async def load(self, name: str, path: str, within: tuple[str, ...]) -> None:
+        """Load an adapter. Raises `AdapterError`, or `RequestFailed` for what is not the caller's
+        error; nothing has changed then."""
+        await self._ask(lambda number: LoadAdapter(number, name, path, within))
 
     async def unload(self, name: str) -> None:
         """Unload an adapter. Raises `AdapterError` for one that is not loaded."""
@@ -41,6 +42,8 @@ class AdapterCalls:
         self._core.ready = msgspec.structs.replace(self._core.ready, adapters=message.adapters)
 
 
-def error_of(message: AdaptersChanged) -> AdapterError:
-    """The error of a change that was rejected."""
+def error_of(message: AdaptersChanged) -> EngineError:
+    """The error of a change that was rejected, or that failed."""
+    if message.is_internal:
+        return RequestFailed(message.error)
     return AdapterError(message.error, message.field)

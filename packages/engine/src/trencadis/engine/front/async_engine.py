@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -360,12 +360,16 @@ class EngineFront:
         """The adapters that requests may name."""
         return self._adapters.served
 
-    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+    async def load_adapter(
+        self, name: str, path: str | os.PathLike[str], within: Sequence[str] = ()
+    ) -> None:
         """Load the adapter in the directory ``path``, for requests with ``lora=name``.
 
-        Raises `AdapterError` for a name that is taken or an adapter that cannot be served,
-        `InvalidRequest` for other values, `SwitchInProgressError` while models are switched, and
-        the errors of `check_health`.
+        ``within``: its files have to be below one of these directories, wherever links lead when
+        they are opened; by default anywhere. Raises `AdapterError` for a name that is taken or an
+        adapter that cannot be served, `InvalidRequest` for other values, `RequestFailed` for an
+        error of the engine, `SwitchInProgressError` while models are switched, and the errors of
+        `check_health`.
         """
         await self.check_health()
         self._changes.check_switching()  # it would be one of the next model
@@ -375,7 +379,10 @@ class EngineFront:
             raise InvalidRequest(
                 f"lora_path must be the directory of an adapter, got {shown(path)}", "lora_path"
             )
-        await self._adapters.load(name, path)
+        directories = items_of(within)
+        if directories is None or not all(map(is_text, directories)):
+            raise InvalidRequest(f"within must be directories, got {shown(within)}", "within")
+        await self._adapters.load(name, path, directories)
 
     async def unload_adapter(self, name: str) -> None:
         """Remove an adapter: new requests may not name it, those that were added go on with it.

@@ -90,11 +90,15 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Load the adapter in the directory ``path``. The core answers with `AdaptersChanged`."""
+    """Load the adapter in the directory ``path``. The core answers with `AdaptersChanged`.
+
+    ``within``: see `AsyncEngine.load_adapter`.
+    """
 
     number: int
     name: str
     path: str
+    within: tuple[str, ...] = ()
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -275,12 +279,16 @@ class Inspected(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdaptersChanged(msgspec.Struct, frozen=True, tag=True):
-    """The adapters that requests may name after a change, or ``error``: why it was rejected."""
+    """The adapters that requests may name after a change, or ``error``: why it was rejected.
+
+    ``is_internal``: it was none of who asked.
+    """
 
     number: int
     adapters: tuple[AdapterInfo, ...] = ()
     error: str = ""
     field: str | None = None
+    is_internal: bool = False
 
 
 class Controlled(msgspec.Struct, frozen=True, tag=True):

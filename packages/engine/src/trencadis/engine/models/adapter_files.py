@@ -14,7 +14,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,18 +101,23 @@ class Adapter:
 
 
 def read_adapter(
-    directory: Path, layers: Mapping[str, LayerShape], max_rank: int, dtype: torch.dtype
+    directory: Path,
+    layers: Mapping[str, LayerShape],
+    max_rank: int,
+    dtype: torch.dtype,
+    within: Sequence[str] = (),
 ) -> Adapter:
     """Read the adapter in ``directory``, for a model with these linear ``layers``.
 
-    Its matrices are converted to ``dtype``. Raises `AdapterError`, which names the file, for one
-    that is damaged, of a kind that is not served, for another model, of a rank above ``max_rank``,
-    or with numbers that are not finite.
+    Its matrices are converted to ``dtype``. ``within``: directories below one of which its files
+    are, wherever links lead; none for any place. Raises `AdapterError`, which names the file, for
+    one that is elsewhere or damaged, of a kind that is not served, for another model, of a rank
+    above ``max_rank``, or with numbers that are not finite.
     """
-    settings = _read_settings(directory / CONFIG_FILE)
+    settings = _read_settings(directory / CONFIG_FILE, within)
     rank, scale = _rank_and_scale(settings, directory / CONFIG_FILE, max_rank)
     file = directory / WEIGHT_FILE
-    content = _read(file, _most_bytes(layers, rank))
+    content = _read(file, _most_bytes(layers, rank), within)
     try:
         tensors = load(content)
     except BROKEN_FILE_ERRORS as error:
@@ -124,7 +129,7 @@ def read_adapter(
     return Adapter(digest.hexdigest(), rank, pairs)
 
 
-def _read(file: Path, most_bytes: int) -> bytes:
+def _read(file: Path, most_bytes: int, within: Sequence[str]) -> bytes:
     """The content of a file. Raises `AdapterError`, also for a pipe, without waiting for it."""
     try:
         number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
@@ -132,6 +137,8 @@ def _read(file: Path, most_bytes: int) -> bytes:
             found = os.fstat(number)
             if not stat.S_ISREG(found.st_mode):
                 raise AdapterError(f"{file} cannot be read: it is not a file")
+            if within:
+                _check_place(file, found, within)
             if found.st_size > most_bytes:
                 raise AdapterError(
                     f"{file} cannot be used: it has {found.st_size} bytes, and an adapter for this "
@@ -145,8 +152,21 @@ def _read(file: Path, most_bytes: int) -> bytes:
         ) from error
 
 
-def _read_settings(file: Path) -> dict[str, Any]:
-    content = _read(file, _MAX_CONFIG_BYTES)
+def _check_place(file: Path, opened: os.stat_result, within: Sequence[str]) -> None:
+    """Raise `AdapterError` for a file that was opened outside of directories.
+
+    After it was opened: a link on the way may change at any time.
+    """
+    real = file.resolve()
+    is_within = any(real.is_relative_to(Path(each).resolve()) for each in within)
+    if not is_within or not os.path.samestat(opened, real.stat()):
+        raise AdapterError(
+            f"{file} cannot be read: it is not below a directory from which adapters may be loaded"
+        )
+
+
+def _read_settings(file: Path, within: Sequence[str]) -> dict[str, Any]:
+    content = _read(file, _MAX_CONFIG_BYTES, within)
     try:
         settings = json.loads(content)
     except (ValueError, RecursionError) as error:

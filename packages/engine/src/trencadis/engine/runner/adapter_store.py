@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import attrs
 
@@ -12,8 +13,11 @@ from trencadis.engine.errors import AdapterError
 from trencadis.engine.models.adapter_files import Adapter, read_adapter
 from trencadis.engine.models.adapter_layers import AdapterLayers
 
-AdapterReader = Callable[[Path], Adapter]
-"""Reads and checks the adapter in a directory, in any thread. Raises `AdapterError`."""
+
+class AdapterReader(Protocol):
+    """Reads and checks the adapter in a directory, in any thread: see `read_adapter`."""
+
+    def __call__(self, directory: Path, *, within: Sequence[str] = ()) -> Adapter: ...
 
 
 @attrs.frozen

@@ -55,7 +55,7 @@ def adapters_router(context: ServingContext) -> APIRouter:
             raise InvalidRequest(f"{name!r} is the name of a model: choose another", "lora_name")
         directories = context.settings.lora_directories
         path = await asyncio.to_thread(_allowed, order.lora_path, directories)
-        await engine.load_adapter(name, path)
+        await engine.load_adapter(name, path, directories)
         return _done(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post(

@@ -187,7 +187,7 @@ class RankProcesses:
                         self._unread[answer.number][rank] = answer
                 while_waiting()
         self._cold.discard(number)
-        self._raise_errors(answers)
+        self._raise_errors(answers, len(asked))
         if silent:
             words = ", ".join(map(self._described, sorted(silent)))
             raise self.fail(f"no answer of {words} within {limit_s:g} s")
@@ -259,12 +259,12 @@ class RankProcesses:
         self._stopped_since.pop(rank, None)  # it goes on
         return answer
 
-    def _raise_errors(self, answers: dict[int, Answer]) -> None:
+    def _raise_errors(self, answers: dict[int, Answer], num_asked: int) -> None:
         errors = {rank: each.error for rank, each in answers.items() if each.error is not None}
         if not errors:
             return
         first = next(iter(errors.values()))
-        if len(errors) == len(self._processes) and len(set(map(type, errors.values()))) == 1:
+        if len(errors) == num_asked and len(set(map(type, errors.values()))) == 1:
             if isinstance(first, RankError):
                 raise self.fail(str(first))
             raise first
