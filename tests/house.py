@@ -190,7 +190,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cpu", "cuda", "hpu"},
     ],
     "engine.devices.cpu": [
-        {"native_kernel", "onednn_linear", "threads"},
+        {"native_kernel", "numa", "onednn_linear", "threads"},
         {"native_calls"},
         {"adapter_products", "attention", "state_scan", "tiled_linear"},
         {"recorded_layers"},
@@ -278,6 +278,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "limits",
             "recorded_traffic",
             "shapes",
+            "shared_blocks",
             "sorted_chunks",
             "step",
         },
@@ -299,6 +300,12 @@ FLOORS: dict[str, list[set[str]]] = {
         {"in_process"},
         {"ranks"},
         {"executor_choice"},
+    ],
+    "engine.runner.ranks": [
+        {"packed_steps", "step_board", "unsupported"},
+        {"rank_messages"},
+        {"rank_process", "rank_processes"},
+        {"rank_executor"},
     ],
     "engine.simulated": [
         {"clock", "hardware", "model_shape", "records", "workload"},

@@ -2,8 +2,9 @@
 
 `run_core` takes the place of the core's entry point. The file that `SIGNAL_FILE` names holds the
 step (or ``warm-up``), the number of the signal and the rank; the core that follows it deletes it. A
-rank fails in the next call that it gets after SIGUSR1, by ``sitecustomize.py`` (`plant`). Import
-this in a core alone: it replaces the steps.
+rank fails in the next call that it gets after SIGUSR1, by ``sitecustomize.py`` (`plant`); after
+SIGUSR2 it goes on, with other tokens, another plan or other step numbers than the core has sent, as
+the file says. Import this in a core alone: it replaces the steps.
 """
 
 from __future__ import annotations
@@ -31,6 +32,38 @@ def arm(*_):
         setattr(InProcessExecutor, name, fail)
 
 signal.signal(signal.SIGUSR1, arm)
+
+def disagree(*_):
+    import os
+    import attrs
+    from trencadis.engine.runner.model_runner import ModelStep
+    from trencadis.engine.runner.ranks.packed_steps import StepUnpacker
+    own_step, own_wait = StepUnpacker.step, ModelStep.wait
+
+    def other_number(self, packed):
+        step = own_step(self, packed)
+        return attrs.evolve(step, number=step.number + 1)
+
+    def other_plan(self, packed):
+        step = own_step(self, packed)
+        moved = tuple(each._replace(start=each.start - 1) for each in step.decodes)
+        return attrs.evolve(step, decodes=moved)
+
+    def other_token(self):
+        result = own_wait(self)
+        others = {seq_id: token ^ 1 for seq_id, token in result.token_ids.items()}
+        return attrs.evolve(result, token_ids=others)
+
+    path = os.environ["TRENCADIS_TEST_SIGNAL_FILE"]
+    with open(path) as file:
+        what = file.read()
+    os.unlink(path)
+    if what == "token":
+        ModelStep.wait = other_token
+    else:
+        StepUnpacker.step = {"number": other_number, "plan": other_plan}[what]
+
+signal.signal(signal.SIGUSR2, disagree)
 """
 
 

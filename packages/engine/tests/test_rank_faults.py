@@ -91,6 +91,12 @@ def tell(file: Path, step: str, number: signal.Signals, rank: int) -> None:
     file.write_text(f"{step} {int(number)} {rank}")
 
 
+def disagree(file: Path, what: str, rank: psutil.Process) -> None:
+    """Let a rank compute something else than the core has sent, from its next step on."""
+    file.write_text(what)
+    rank.send_signal(signal.SIGUSR2)
+
+
 def was_followed(file: Path) -> bool:
     return not file.exists()
 
@@ -184,6 +190,33 @@ def test_a_rank_that_fails_in_the_warm_up_is_recovered_from(
             assert was_followed(signal_file), "the restart failed once, too"
             assert await collect(engine) == expected
             assert engine.stats.num_core_restarts == 2
+
+    limited(body)
+
+
+def test_a_rank_that_computes_something_else_is_recovered_from(
+    config: EngineConfig, signal_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It samples another token, or executes another plan, or a step of another number."""
+
+    async def body() -> None:
+        async with running(AsyncEngine.start(config, LogSettings(level=logging.ERROR))) as engine:
+            expected = await collect(engine, LONG)
+            for turn, what in enumerate(("token", "plan", "number")):
+                before = ranks()
+                # A second request, so that there is more than one sequence in a step.
+                requests = [asyncio.create_task(collect(engine, LONG)) for _ in range(2)]
+                await until(lambda: engine.stats.num_running_reqs)
+                disagree(signal_file, what, before[1])
+                for request in requests:
+                    with pytest.raises(EngineRestarting, match="this request is lost"):
+                        await asyncio.wait_for(request, LIMIT_SECONDS)
+                await until(lambda: engine.is_alive)
+                assert "rank 1 has other results of step" in capfd.readouterr().err, what
+                assert not any(each.is_running() for each in before)
+                assert len(ranks()) == 2
+                assert await collect(engine, LONG) == expected
+                assert engine.stats.num_core_restarts == 1 + turn
 
     limited(body)
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
+import numpy as np
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trencadis.engine import AdapterError, ModelError, RankError
 from trencadis.engine.runner.ranks import rank_process, rank_processes
+from trencadis.engine.runner.ranks.packed_steps import StepPacker
 from trencadis.engine.runner.ranks.rank_messages import (
     Answer,
     Call,
@@ -24,10 +31,13 @@ from trencadis.engine.runner.ranks.rank_messages import (
     MessageReader,
     digest_of,
     encode,
+    packed_result,
 )
 from trencadis.engine.runner.ranks.rank_processes import RankProcesses
+from trencadis.engine.runner.ranks.step_board import RankBoard, StepBoard
 from trencadis.engine.runner.step import StepInput, StepResult
-from trencadis.scheduler import Candidate
+from trencadis.kvcache import CopyPlan
+from trencadis.scheduler import Candidate, ScheduledSequence
 
 LIMIT_SECONDS = 30.0
 
@@ -60,20 +70,27 @@ class Executor:
 
 
 class Rank:
-    """A rank that serves calls in a thread."""
+    """A rank that serves calls in a thread. Steps are on the board, other calls are not."""
 
     def __init__(self, executor: Executor) -> None:
         ours, theirs = socket.socketpair()
         ours.settimeout(LIMIT_SECONDS)
         self.reader = MessageReader(ours)
-        self.calls: rank_process.Calls = rank_process.Calls()
+        self.board = StepBoard(1)
+        board = RankBoard(self.board.files_of(0), 0)
+        self.calls = rank_process.CallQueue(board)
         serve: Any = rank_process._serve
-        arguments = (executor, self.calls, theirs, 0)
+        arguments = (executor, self.calls, theirs, board, 0)
         self.thread = threading.Thread(target=serve, args=arguments, daemon=True)
+        self.packer = StepPacker()
 
     def given(self, *calls: Call) -> Rank:
         for call in calls:
-            self.calls.put(call)
+            if call.method == "execute":
+                packed = self.packer.packed(call.arguments[0])
+                assert self.board.write(pickle.dumps((call.number, packed)))
+            else:
+                self.calls.put(attrs.evolve(call, num_steps=self.board.num_written))
         return self
 
     def answers(self, count: int) -> list[Any]:
@@ -86,7 +103,7 @@ class Rank:
 
 
 def step(number: int) -> Call:
-    return Call(number, "execute", (StepInput(number, (), (), (), {}),))
+    return Call(number, "execute", (StepInput(number, (), (), CopyPlan(), {}),))
 
 
 def numbers(answers: list[Answer]) -> list[int]:
@@ -131,6 +148,17 @@ def test_the_core_is_told_what_may_compile_and_during_which_call() -> None:
     assert rank.answers(2) == [Cold(7, "a shape"), Answer(7)]
 
 
+def of_connections(connections: list[socket.socket]) -> Any:
+    """The core's end of ranks that a test plays, which were called once."""
+    processes: Any = RankProcesses.__new__(RankProcesses)
+    processes._failure, processes._cold, processes._on_cold = "", set(), lambda _: None
+    processes._limit_s, processes._stopped_since = LIMIT_SECONDS, {}
+    processes._unread, processes._end, processes._answered = {1: {}}, lambda: None, None
+    processes._board = StepBoard(len(connections))
+    processes._connect(connections)
+    return processes
+
+
 def test_what_compiles_after_another_rank_has_failed_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,13 +166,9 @@ def test_what_compiles_after_another_rank_has_failed_is_not_waited_for(
     monkeypatch.setattr(rank_processes, "_OTHERS_SECONDS", 0.2)
     pairs = [socket.socketpair() for _ in range(2)]
     told: list[str] = []
-    processes: Any = RankProcesses.__new__(RankProcesses)
-    processes._failure, processes._cold, processes._on_cold = "", set(), told.append
-    processes._limit_s, processes._stopped_since = LIMIT_SECONDS, {}
-    processes._unread, processes._end = {1: {}}, lambda: None
+    processes = of_connections([ours for ours, _ in pairs])
+    processes._on_cold = told.append
     processes._processes = [SimpleNamespace(pid=1, poll=lambda: None)] * 2
-    processes._connections = [ours for ours, _ in pairs]
-    processes._readers = [MessageReader(ours) for ours, _ in pairs]
     pairs[0][1].sendall(encode(Answer(1, error=ModelError("no memory"))))
 
     def compile_late() -> None:
@@ -177,10 +201,8 @@ def test_an_error_of_the_one_rank_that_was_asked_ends_none() -> None:
 
 def test_a_stopped_rank_is_given_up_however_long_the_call_may_take() -> None:
     ours, _theirs = socket.socketpair()
-    processes: Any = RankProcesses.__new__(RankProcesses)
-    processes._failure, processes._cold, processes._unread = "", set(), {1: {}}
-    processes._limit_s, processes._stopped_since, processes._end = 0.1, {}, lambda: None
-    processes._connections, processes._readers = [ours], [MessageReader(ours)]
+    processes = of_connections([ours])
+    processes._limit_s, processes._stopped_since = 0.1, {}
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
         try:
             processes._processes = [process]
@@ -193,10 +215,8 @@ def test_a_stopped_rank_is_given_up_however_long_the_call_may_take() -> None:
 
 def test_a_rank_that_answers_was_not_stopped_since_it_last_was() -> None:
     ours, theirs = socket.socketpair()
-    processes: Any = RankProcesses.__new__(RankProcesses)
-    processes._failure, processes._cold, processes._unread = "", set(), {1: {}}
-    processes._limit_s, processes._stopped_since, processes._end = 60.0, {0: 0.0}, lambda: None
-    processes._connections, processes._readers = [ours], [MessageReader(ours)]
+    processes = of_connections([ours])
+    processes._limit_s, processes._stopped_since = 60.0, {0: 0.0}
     theirs.sendall(encode(Answer(1)))
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
         try:
@@ -211,13 +231,120 @@ def test_a_rank_that_answers_was_not_stopped_since_it_last_was() -> None:
 
 
 def test_ranks_disagree_in_the_step_the_tokens_the_beams_or_the_failures() -> None:
+    def plan(number: int, *seq_ids: int) -> StepInput:
+        table = np.array([1], np.int32)
+        decodes = tuple(ScheduledSequence(seq_id, 5, [7], table, True) for seq_id in seq_ids)
+        return StepInput(number, (), decodes, CopyPlan(), {})
+
     same = StepResult(token_ids={1: 7}, candidates={2: [Candidate(3, -0.5)]})
     others = [
         StepResult(token_ids={1: 8}, candidates=same.candidates),
         StepResult(token_ids={1: 7}, candidates={2: [Candidate(4, -0.5)]}),
         StepResult(token_ids={1: 7}, candidates=same.candidates, failed={5: ModelError("no")}),
     ]
-    digests = [digest_of(1, same), digest_of(2, same), *(digest_of(1, each) for each in others)]
+    plans = [plan(1, 1, 2), plan(2, 1, 2), plan(1, 1, 2, 3)]
+    digests = [digest_of(each, same) for each in plans]
+    digests += [digest_of(plans[0], each) for each in others]
     assert len(set(digests)) == len(digests)
     close = StepResult(token_ids={1: 7}, candidates={2: [Candidate(3, -0.4)]})
-    assert digest_of(1, close) == digest_of(1, same), "sums may be rounded otherwise"
+    assert digest_of(plans[0], close) == digests[0], "sums may be rounded otherwise"
+
+
+def answered(number: int) -> bytes:
+    return encode(Answer(number, packed_result(StepResult(token_ids={1: number}), None)))
+
+
+@pytest.fixture
+def played() -> Iterator[tuple[Any, list[socket.socket], list[RankBoard]]]:
+    """The core's end of two ranks, and what they send and write."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    processes = of_connections([ours for ours, _ in pairs])
+    processes._processes = [SimpleNamespace(pid=os.getpid(), poll=lambda: None)] * 2
+    processes._number = processes._num_steps = processes.num_messages = processes.num_bytes = 0
+    processes._unread = {}
+    boards = [RankBoard(processes._board.files_of(rank), rank) for rank in range(2)]
+    yield processes, [theirs for _, theirs in pairs], boards
+    for pair in pairs:
+        for end in pair:
+            end.close()
+
+
+def test_a_rank_that_computes_something_else_is_found_before_what_follows_is_used(
+    played: tuple[Any, list[socket.socket], list[RankBoard]],
+) -> None:
+    processes, (first, _second), boards = played
+    sent = [processes.send_step(number, ()) for number in (4, 5)]
+    for board, digests in zip(boards, ((10, 11), (10, 12)), strict=True):
+        for count, digest in enumerate(digests, 1):
+            board.answer(count, digest)
+    first.sendall(answered(1) + answered(2))
+    for step in sent:
+        processes.step_answer(step, LIMIT_SECONDS)
+    with pytest.raises(RankError, match="rank 1 has other results of step 5 than rank 0"):
+        processes.check_alive()
+
+
+def test_a_rank_that_never_computes_a_step_is_found_with_the_next_one(
+    played: tuple[Any, list[socket.socket], list[RankBoard]],
+) -> None:
+    processes, (first, _second), boards = played
+    sent = [processes.send_step(number, ()) for number in (4, 5)]
+    boards[0].answer(1, 10)
+    first.sendall(answered(1) + answered(2))
+    processes.step_answer(sent[0], LIMIT_SECONDS)
+    processes.check_alive()
+    with pytest.raises(RankError, match=r"no answer of rank 1 .* within 0\.05 s"):
+        processes.step_answer(sent[1], 0.05)
+
+
+def test_an_error_of_one_rank_that_comes_after_the_answer_ends_all(
+    played: tuple[Any, list[socket.socket], list[RankBoard]],
+) -> None:
+    processes, (first, second), boards = played
+    sent = [processes.send_step(number, ()) for number in (4, 5)]
+    boards[0].answer(1, 10)
+    first.sendall(answered(1))
+    processes.step_answer(sent[0], LIMIT_SECONDS)
+    second.sendall(encode(Answer(1, error=ModelError("no memory"))))
+    with pytest.raises(ModelError, match="no memory"):
+        processes.step_answer(sent[1], LIMIT_SECONDS)
+    assert "rank 1 has failed alone" in processes._failure
+
+
+def test_an_error_of_all_ranks_is_that_of_the_step(
+    played: tuple[Any, list[socket.socket], list[RankBoard]],
+) -> None:
+    processes, connections, _ = played
+    sent = processes.send_step(4, ())
+    for connection in connections:
+        connection.sendall(encode(Answer(1, error=ModelError("no memory"))))
+    with pytest.raises(ModelError, match="no memory"):
+        processes.step_answer(sent, LIMIT_SECONDS)
+    assert not processes._failure
+
+
+SENT = st.lists(st.sampled_from(["step", "large step", "call", "take"]), max_size=60)
+
+
+@given(SENT)
+def test_calls_arrive_in_their_order_whatever_way_they_go(sent: list[str]) -> None:
+    """A step that finds no space on the board is sent as other calls are."""
+    board = StepBoard(2)
+    rank = RankBoard(board.files_of(1), 1)
+    queue = rank_process.CallQueue(rank)
+    RankBoard(board.files_of(0), 0)  # takes nothing, as a rank that computes
+    number, taken = 0, 0
+    for what in [*sent, "take"]:
+        if what == "take":
+            while taken < number:
+                taken += 1
+                assert queue.get(LIMIT_SECONDS).number == taken
+            with pytest.raises(TimeoutError):
+                queue.get(0.0)
+            continue
+        number += 1
+        size = 1 << 20 if what == "large step" else 8
+        message = pickle.dumps((number, bytes(size)))
+        if what == "call" or not board.write(message):
+            queue.put(Call(number, what, (), board.num_written))
+    board.close()

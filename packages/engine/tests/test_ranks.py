@@ -194,9 +194,7 @@ def _as_facts(core: EngineCore, alone: EngineCore) -> Any:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("compile", True),
         ("warmup", "background"),
-        ("runner", "pooling"),
         ("device", "test_ranks:OtherDevice"),
     ],
 )

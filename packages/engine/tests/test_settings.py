@@ -202,6 +202,7 @@ def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture
         *(("compile_cache", value) for value in (5, b"m")),
         *(("trust_compile_cache", value) for value in ("no", 1, None)),
         *(("cpu_threads", value) for value in (0, -1, 1.5, "2", True, 1025)),
+        *(("cpu_numa", value) for value in (True, "on", None)),
         *(("temperature_source", value) for value in (5, ["nvml"])),
         *(("thermal_devices", value) for value in (0, "0,1", (), (-1,), (1, 1), (True,), (0.5,))),
         *(("thermal_policy", value) for value in (5, str)),

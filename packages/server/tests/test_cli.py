@@ -38,6 +38,7 @@ ENGINE = {
     "device": ("cpu", "cpu"),
     "tensor_parallel_size": ("2", 2),
     "cpu_threads": ("1", 1),
+    "cpu_numa": ("auto", "auto"),
     "max_model_len": ("512", 512),
     "max_num_seqs": ("7", 7),
     "max_num_batched_tokens": ("64", 64),

@@ -10,7 +10,7 @@ explains these shapes and checks the block ids.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from operator import attrgetter
@@ -26,6 +26,9 @@ STAGING_BYTES = 256 << 20
 the device's memory has it, so it is small beside what plans leave free."""
 
 _HUGE_PAGE = 2 << 20
+
+HostMemory = Callable[[int], mmap.mmap]
+"""Gives so many bytes of zeroed memory."""
 
 
 class DirectCopier:
@@ -276,9 +279,17 @@ def allocate(
     device: torch.device,
     *,
     pinned: bool = False,
+    host_memory: HostMemory | None = None,
 ) -> torch.Tensor:
-    """Zeroed memory. ``name`` and ``num_blocks`` are the setting to lower in an error."""
+    """Zeroed memory. ``name`` and ``num_blocks`` are the setting to lower in an error.
+
+    ``host_memory``: what gives it, by its bytes, in place of PyTorch.
+    """
     try:
+        num_bytes = prod(shape) * dtype.itemsize
+        if host_memory is not None and num_bytes:
+            memory = host_memory(num_bytes)
+            return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)
         return zeros(shape, dtype, device, pinned=pinned)
     # mmap raises OSError and OverflowError, PyTorch a RuntimeError.
     except (MemoryError, OSError, OverflowError, RuntimeError) as error:

@@ -32,6 +32,7 @@ try:
 
     from trencadis.kvcache.copiers import (
         DirectCopier,
+        HostMemory,
         RowCopier,
         StagedCopier,
         allocate,
@@ -72,7 +73,9 @@ class KVCache:
     for swapped sequences, in pinned memory on devices that support it. Swaps run on their own
     stream on devices with streams, so call `wait` before the next forward pass.
     ``token_rows`` allocates a tensor for the keys and one for the values of each layer, with a row
-    for each slot. ``states``: the memory of the layers that keep a state. Raises `InvalidSetting`
+    for each slot. ``states``: the memory of the layers that keep a state. ``host_memory``: what
+    gives the memory of the host blocks, of each kind of part by its bytes, as one that other
+    processes map; a host block has the same place in each. Raises `InvalidSetting`
     for a size below one or another wrong argument, and `OutOfMemory` if the memory cannot be
     allocated.
     """
@@ -88,6 +91,7 @@ class KVCache:
         num_host_blocks: int = 0,
         token_rows: bool = False,
         states: StateCache | None = None,
+        host_memory: HostMemory | None = None,
     ) -> None:
         instance_of(list, tuple).checked("layers", layers)
         _POSITIVE.checked("len(layers)", len(layers))
@@ -102,6 +106,7 @@ class KVCache:
         instance_of(torch.dtype).checked("dtype", dtype)
         boolean().checked("token_rows", token_rows)
         self.states = states
+        self._given_memory = host_memory
         self.num_layers = len(layers)
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
@@ -154,7 +159,7 @@ class KVCache:
                     f"{first.shape[0]} on {first.device}: give those of one cache"
                 )
         cache = cls.__new__(cls)
-        cache.states = None
+        cache.states = cache._given_memory = None
         cache.num_layers, cache.num_blocks = len(keys), first.shape[0]
         cache.num_host_blocks, cache.block_size = num_host_blocks, block_size
         cache.device, cache._parts = first.device, parts
@@ -204,6 +209,7 @@ class KVCache:
             words.dtype,
             torch.device("cpu"),
             pinned=pinned,
+            host_memory=self._given_memory,
         )
 
     def key(self, layer: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ OF_THE_DEVICE = (
     "trust_compile_cache",
     "device",
     "cpu_threads",
+    "cpu_numa",
     "tensor_parallel_size",
     "fp32_softmax",
     "temperature_source",

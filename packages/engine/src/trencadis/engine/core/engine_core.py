@@ -44,7 +44,7 @@ from trencadis.engine.ipc.messages import (
 from trencadis.engine.models.adapter_files import Adapter
 from trencadis.engine.models.layer_spec import window_of_all
 from trencadis.engine.runner.executor import Executor, ModelFacts
-from trencadis.engine.runner.executor_choice import make_executor
+from trencadis.engine.runner.executor_choice import make_executor, with_rank_per_node
 from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.limits import preemption_costs
 from trencadis.engine.runner.shapes import DecodeRead
@@ -103,7 +103,10 @@ class EngineCore:
     ) -> None:
         self._clock = clock
         self._earlier_adapters = adapters or {}
-        self.executor = executor or make_executor(config)
+        if executor is None:
+            config = with_rank_per_node(config)
+            executor = make_executor(config)
+        self.executor = executor
         device = self.executor.device_facts
         config = config.for_device(device.defaults)
         # Before the weights are loaded, so that a wrong policy name is reported within a second.

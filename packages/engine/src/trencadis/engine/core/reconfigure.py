@@ -19,6 +19,7 @@ from trencadis.engine.core.engine_core import EngineCore
 from trencadis.engine.errors import ConfigError, SwitchFailedError
 from trencadis.engine.ipc.messages import BUSY_SECONDS
 from trencadis.engine.runner.executor import ModelFacts
+from trencadis.engine.runner.executor_choice import with_rank_per_node
 from trencadis.engine.settings.engine_config import EngineConfig
 
 logger = logging.getLogger("trencadis.engine")
@@ -250,7 +251,7 @@ STEPS: tuple[tuple[str, Step], ...] = (
 
 def _config_of(payload: bytes, core: EngineCore) -> EngineConfig:
     """The configuration of another model for the device of ``core``. Raises `ConfigError`."""
-    config = config_of_payload(payload)
+    config = with_rank_per_node(config_of_payload(payload))
     _check_same_device(core.config, config)
     return config.for_device(core.executor.device_facts.defaults)
 

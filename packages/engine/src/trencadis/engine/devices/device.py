@@ -132,6 +132,17 @@ class Device(abc.ABC):
         del rank, size
         return {}
 
+    @classmethod
+    def num_nodes(cls) -> int:
+        """NUMA nodes of the host, where its memory is this device's; otherwise 1."""
+        return 1
+
+    @classmethod
+    def rank_cores(cls, size: int) -> Sequence[Sequence[int]]:
+        """The host's cores of each of ``size`` ranks; nothing where they may use all."""
+        del size
+        return ()
+
     @abc.abstractmethod
     def free_memory(self) -> int:
         """Memory available for new tensors, bytes."""

@@ -210,6 +210,10 @@ def load_model(
     model, report = loaded
     is_headless = spec.is_pooling and spec.scoring is None
     _check_complete(spec, report, f"{head_name(model)}." if is_headless else None)
+    layers = spec.layers
+    if divided is not None:
+        divided.keep(model)
+        layers = divided.layers
     if has_score_head:
         model = as_scorer(model)
     elif spec.scoring is not None:
@@ -217,10 +221,6 @@ def load_model(
     elif spec.is_pooling:
         check_hidden_states(model)
         remove_head(model)
-    layers = spec.layers
-    if divided is not None:
-        divided.keep(model)
-        layers = divided.layers
     declare_layers(model, [layer.within(max_model_len) for layer in layers])
     find_state_layers(model, layers, dtype)
     pin_frequencies(model, max_model_len)

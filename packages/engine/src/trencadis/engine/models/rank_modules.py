@@ -7,6 +7,7 @@ pass on the same tokens, so all come to each of these calls in the same order. A
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -108,6 +109,21 @@ class SplitHead(nn.Module):
     def weight(self) -> Any:
         """The rows of this rank."""
         return self.linear.weight
+
+    def rows_of(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weights ``[tokens, hidden size]`` and the biases of these tokens, on every rank."""
+        rows = torch.tensor(token_ids) - dist.get_rank() * self.num_rows
+        weight, bias = self.linear.weight, self.linear.bias
+        is_here = (rows >= 0) & (rows < weight.shape[0])
+        kept = rows.clamp(0, max(0, weight.shape[0] - 1))
+
+        def of_all(own: torch.Tensor) -> torch.Tensor:
+            if not own.shape[0]:  # of a last rank without tokens
+                return sum_over_ranks(own.new_zeros(len(token_ids), *own.shape[1:]))
+            shape = (-1, *[1] * (own.dim() - 1))
+            return sum_over_ranks(torch.where(is_here.view(shape), own[kept], 0))
+
+        return of_all(weight), None if bias is None else of_all(bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., vocabulary]``, on every rank."""

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.packed_weight import QuantizedLinear
 from trencadis.engine.models.pooling import decoder_stems, head_name
+from trencadis.engine.models.rank_modules import SplitHead
 
 _CLASSIFIER = "ForSequenceClassification"
 
@@ -81,6 +82,9 @@ def keep_tokens(model: Any, token_ids: Sequence[int]) -> nn.Module:
     """The model with an output head of these tokens alone, in their order."""
     name, head = head_name(model), model.get_output_embeddings()
     rows = list(token_ids)
+    if isinstance(head, SplitHead):
+        model.set_submodule(name, ScoreHead(*head.rows_of(rows)))
+        return model  # type: ignore[no-any-return]
     bias = getattr(head, "bias", None)
     weight = head.packed.unpacked() if isinstance(head, QuantizedLinear) else head.weight
     model.set_submodule(name, ScoreHead(weight[rows], None if bias is None else bias[rows]))

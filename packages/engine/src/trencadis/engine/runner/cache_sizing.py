@@ -39,6 +39,7 @@ from trencadis.engine.runner.shapes import (
     most_prefix_pairs,
     most_shared_blocks,
 )
+from trencadis.engine.runner.shared_blocks import SharedBlocks
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache import ceil_div
 from trencadis.kvcache.state_cache import StateCache
@@ -80,6 +81,8 @@ class CacheSizing:
         self._dtype = dtype if codes is None else codes
         self._max_model_len = max_model_len
         self._captures_graphs = captures_graphs
+        self.shared_blocks = SharedBlocks(0)
+        """The host blocks of the last cache, of a rank with tiers."""
 
     @property
     def block_bytes(self) -> int:
@@ -178,6 +181,9 @@ class CacheSizing:
                 num_host_slots=self.num_host_state_slots(num_host_blocks),
                 is_double=self._device.static_states,
             )
+        shared = None
+        if self._config.kv_tiers and self._config.tensor_parallel_size > 1 and num_host_blocks:
+            self.shared_blocks = shared = SharedBlocks(num_host_blocks)
         return KVCache(
             layers=self._layers,
             num_blocks=num_blocks,
@@ -187,6 +193,7 @@ class CacheSizing:
             num_host_blocks=num_host_blocks,
             token_rows=self._device.attention.token_rows,
             states=states,
+            host_memory=None if shared is None else shared.allocate,
         )
 
     def log_plan(self, plan: MemoryPlan) -> None:

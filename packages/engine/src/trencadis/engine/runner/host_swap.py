@@ -56,10 +56,14 @@ def num_host_blocks(
 
 
 def num_staging_blocks(config: EngineConfig, block_bytes: int) -> int:
-    """Host blocks beside those of swaps, through which content passes to tiers and back."""
+    """Host blocks beside those of swaps, through which content passes to tiers and back.
+
+    ``block_bytes``: those of one rank.
+    """
     if not config.kv_tiers:
         return 0
-    return max(_MIN_STAGING_BLOCKS, min(_MAX_STAGING_BLOCKS, _STAGING_BYTES // block_bytes))
+    most = _STAGING_BYTES // (block_bytes * config.tensor_parallel_size)
+    return max(_MIN_STAGING_BLOCKS, min(_MAX_STAGING_BLOCKS, most))
 
 
 def swap_governor(config: EngineConfig, block_bytes: int) -> BandwidthGovernor:

@@ -18,6 +18,7 @@ from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.runner.adapter_store import AdapterReader, AdapterStore, LoadedAdapter
 from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
 from trencadis.engine.runner.kept_programs import ProgramStore
+from trencadis.engine.runner.shared_blocks import StagingFiles
 from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.runner.worker import Worker
 from trencadis.engine.settings.engine_config import EngineConfig
@@ -174,6 +175,11 @@ class InProcessExecutor:
             cache.host_content(block)
             for block in range(self._facts().num_host_blocks, cache.num_host_blocks)
         ]
+
+    @property
+    def staging_files(self) -> StagingFiles:
+        """Where the memory of `staging_blocks` is, for the core of ranks."""
+        return self.worker.staging_files
 
     def pays_to_jump(self, start: int, num_forced: int, num_seqs: int) -> bool:
         return self.worker.runner.pays_to_jump(start, num_forced, num_seqs)

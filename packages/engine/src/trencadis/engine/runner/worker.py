@@ -64,6 +64,7 @@ from trencadis.engine.runner.shapes import (
     RaggedShape,
     most_shared_blocks,
 )
+from trencadis.engine.runner.shared_blocks import StagingFiles
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache.tensors import KVCache
 from trencadis.warmup import (
@@ -125,7 +126,7 @@ class Worker:
         self.background: BackgroundWarmupLoop | None = None
         self.is_asleep = self.is_warm = self.is_discarded = False
         self.embedding_size = self.weight_bytes = 0
-        self.spec = self._packed_or_expanded(_inspect(config), part)
+        self.spec = self._packed_or_expanded(inspected(config), part)
         self._max_model_len = self._resolve_max_model_len()
         spec, self._divided = self.spec, None
         self._check_states()
@@ -298,6 +299,13 @@ class Worker:
     def num_staging_blocks(self) -> int:
         """How many of the cache's host blocks, the last ones, are for tiers."""
         return self._sizing.num_staging_blocks()
+
+    @property
+    def staging_files(self) -> StagingFiles:
+        """The same for another process, of a rank with tiers."""
+        num_blocks = self.num_staging_blocks
+        first = self.cache.num_host_blocks - num_blocks
+        return StagingFiles(first, num_blocks, tuple(self._sizing.shared_blocks.files))
 
     @property
     def computes_embeddings(self) -> bool:
@@ -674,7 +682,7 @@ class Worker:
         return True
 
 
-def _inspect(config: EngineConfig) -> ModelSpec:
+def inspected(config: EngineConfig) -> ModelSpec:
     """The facts about the model. Raises `ConfigError` for a score prompt without scores."""
     if config.score_prompt != "auto" and config.runner != "pooling":
         raise ConfigError(

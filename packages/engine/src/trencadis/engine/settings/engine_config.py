@@ -331,7 +331,7 @@ class EngineConfig(CapacitySettings):
         "--tensor-parallel-size",
         metavar="N",
         group=MODEL,
-        help="processes that divide each layer between them, on cpu or hpu; memory settings are "
+        help="processes that divide each layer, on cpu or hpu; memory settings are "
         "for all of them together",
     )
     kv_cache_memory: int | None = setting_field(
@@ -513,7 +513,14 @@ class EngineConfig(CapacitySettings):
         metavar="N",
         group=MODEL,
         help="threads of an operation, on cpu",
-        default="OMP_NUM_THREADS; without it as many as cores are free, adapted while serving",
+        default="OMP_NUM_THREADS, or as many as cores are free, adapted while serving",
+    )
+    cpu_numa: Literal["off", "auto"] = setting_field(
+        "off",
+        one_of(("off", "auto")),
+        "--cpu-numa",
+        group=MODEL,
+        help="auto: a rank for each NUMA node, on its cores, on cpu",
     )
     fp32_softmax: bool = setting_field(
         False,

@@ -17,6 +17,7 @@ from trencadis.engine.devices.cpu.adapter_products import load_adapter_kernel
 from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel_of
 from trencadis.engine.devices.cpu.native_calls import Replayer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
+from trencadis.engine.devices.cpu.numa import node_cores, rank_cores
 from trencadis.engine.devices.cpu.onednn_linear import OneDNNLinear, onednn_packs_bf16
 from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
 from trencadis.engine.devices.cpu.state_scan import FUNCTIONS, NativeScan
@@ -103,6 +104,14 @@ class CPUDevice(Device):
         self._programs = InductorPrograms()
         self._replayer: Replayer | None = None
         self.attention: Attention = CPUAttention()
+
+    @classmethod
+    def num_nodes(cls) -> int:
+        return max(1, len(node_cores()))
+
+    @classmethod
+    def rank_cores(cls, size: int) -> Sequence[Sequence[int]]:
+        return rank_cores(node_cores(), size)
 
     def free_memory(self) -> int:
         available = int(psutil.virtual_memory().available)

@@ -19,9 +19,11 @@ from trencadis.engine.ipc.messages import BUSY_SECONDS
 from trencadis.engine.models.adapter_files import Adapter
 from trencadis.engine.runner.adapter_store import AdapterReader, LoadedAdapter
 from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
-from trencadis.engine.runner.ranks.rank_messages import StepAnswer
-from trencadis.engine.runner.ranks.rank_processes import RankProcesses
+from trencadis.engine.runner.ranks.packed_steps import StepPacker
+from trencadis.engine.runner.ranks.rank_messages import unpacked_result
+from trencadis.engine.runner.ranks.rank_processes import RankProcesses, SentStep
 from trencadis.engine.runner.ranks.unsupported import check_config, checked_device
+from trencadis.engine.runner.shared_blocks import joined_contents
 from trencadis.engine.runner.step import PendingStep, StepInput, StepResult
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache import Content
@@ -51,12 +53,11 @@ class _RankStep:
     """A `PendingStep` of all ranks."""
 
     executor: RankExecutor
-    number: int
-    call: int
+    sent: SentStep
 
     def wait(self) -> StepResult:
         """See `PendingStep`. Raises `RankError`."""
-        return self.executor.result_of(self.number, self.call)
+        return self.executor.result_of(self.sent)
 
 
 class RankExecutor:
@@ -74,6 +75,9 @@ class RankExecutor:
         device = checked_device(config)
         size = config.tensor_parallel_size
         environments = [device.rank_environment(rank, size) for rank in range(size)]
+        cores = device.rank_cores(size) if config.cpu_numa == "auto" else ()
+        for rank, own in enumerate(cores):
+            logger.info("Rank %d is bound to cores %s", rank, ",".join(map(str, own)))
         self.on_cold = lambda shape: None
         self.is_asleep = False
         self.is_warming_up = False
@@ -81,6 +85,7 @@ class RankExecutor:
         self._in_memory: tuple[EngineConfig, ...] = ()
         """The settings of the models whose weights the ranks hold, each with its share."""
         self._is_serving = False
+        self._packer = StepPacker()
         self._limit_s = _step_limit(config)
         self._counters = ExecutorCounters(
             num_ready_buckets=0,
@@ -96,6 +101,7 @@ class RankExecutor:
             self._limit_s,
             lambda shape: self.on_cold(shape),  # noqa: PLW0108  (the core sets it later)
             records=records,
+            cores=cores,
         )
         self.device_facts = _facts_of_all(self._started("device_facts", limit_s=_START_SECONDS))
 
@@ -132,21 +138,20 @@ class RankExecutor:
     # Steps.
 
     def execute(self, step: StepInput) -> PendingStep:
-        return _RankStep(self, step.number, self.processes.send("execute", step))
+        try:
+            sent = self.processes.send_step(step.number, self._packer.packed(step))
+        except BaseException:
+            self._packer = StepPacker()  # the ranks may lack what it has packed
+            raise
+        return _RankStep(self, sent)
 
-    def result_of(self, step: int, call: int) -> StepResult:
-        """The result of a step, once all ranks have computed it. Raises `RankError`."""
-        answers: list[StepAnswer] = self.processes.answers(call, self._limit_s)
-        first = answers[0]
-        for rank, answer in enumerate(answers):
-            if answer.digest != first.digest:
-                raise self.processes.fail(
-                    f"rank {rank} has other results of step {step} than rank 0"
-                )
-        if first.result is None or first.counters is None:
-            raise self.processes.fail("rank 0 has sent no result")
-        self._counters = first.counters
-        return first.result
+    def result_of(self, sent: SentStep) -> StepResult:
+        """The result of a step; see `RankProcesses.step_answer`."""
+        answer = self.processes.step_answer(sent, self._limit_s)
+        result, counters = unpacked_result(answer)
+        if counters is not None:
+            self._counters = counters
+        return result
 
     # Adapters of the model: the core reads them, and each rank keeps its part.
 
@@ -167,7 +172,10 @@ class RankExecutor:
         self._call("drop_adapter", digest, limit_s=_QUERY_SECONDS + self._limit_s)
 
     def staging_blocks(self) -> Sequence[Content]:
-        return ()
+        if not self._config.kv_tiers:
+            return ()
+        limit_s = _QUERY_SECONDS + self._limit_s
+        return joined_contents(self._call("staging_files", limit_s=limit_s))
 
     def pays_to_jump(self, start: int, num_forced: int, num_seqs: int) -> bool:
         pays: bool = self._ask_first("pays_to_jump", start, num_forced, num_seqs)

@@ -17,12 +17,14 @@ import numpy as np
 
 from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.runner.executor import ExecutorCounters
-from trencadis.engine.runner.step import StepResult
+from trencadis.engine.runner.ranks.step_board import BoardFiles
+from trencadis.engine.runner.step import StepInput, StepResult
 from trencadis.engine.settings.engine_config import EngineConfig
 
 _LENGTH = struct.Struct("<Q")
 
-_PART_BYTES = 1 << 20
+_PART_BYTES = 1 << 16
+"""What is read at once. Memory of more is taken from the system each time."""
 
 
 @attrs.frozen
@@ -30,7 +32,8 @@ class Start:
     """The first message to a rank, not answered.
 
     ``store``: the file in which the ranks find each other. ``limit_s``: seconds that a collective
-    call may wait for the other ranks. ``log_level``, ``log_format``: those of the core.
+    call may wait for the other ranks. ``log_level``, ``log_format``: those of the core. ``board``:
+    what the process has inherited of it.
     """
 
     config: EngineConfig
@@ -40,15 +43,20 @@ class Start:
     limit_s: float
     log_level: int
     log_format: str | None
+    board: BoardFiles
 
 
 @attrs.frozen
 class Call:
-    """A method of the executor to call with these arguments. ``number`` rises by one each time."""
+    """A method of the executor to call with these arguments. ``number`` rises by one each time.
+
+    ``num_steps``: how many steps on the board come before it.
+    """
 
     number: int
     method: str
     arguments: tuple[Any, ...] = ()
+    num_steps: int = 0
 
 
 @attrs.frozen
@@ -71,21 +79,33 @@ class Cold:
     shape: str
 
 
-@attrs.frozen
-class StepAnswer:
-    """What a rank answers to a step. Its ``digest`` is that of every other rank.
+def packed_result(result: StepResult, counters: ExecutorCounters | None) -> tuple[Any, ...]:
+    """What rank 0 answers to a step, whose digest is on the board: mostly nothing but tokens.
 
-    ``result`` and ``counters`` are those of rank 0; None from another rank.
+    ``counters``: None where they are those of the step before.
     """
+    others = (result.logprobs, result.embeddings, result.candidates, result.prompt_logprobs)
+    if any(others) or result.failed or result.timing is not None:
+        return result, counters
+    return result.token_ids, counters
 
-    digest: int
-    result: StepResult | None
-    counters: ExecutorCounters | None
+
+def unpacked_result(packed: tuple[Any, ...]) -> tuple[StepResult, ExecutorCounters | None]:
+    """What `packed_result` was given."""
+    result, counters = packed
+    if not isinstance(result, StepResult):
+        result = StepResult(token_ids=result)
+    return result, counters
 
 
-def digest_of(number: int, result: StepResult) -> int:
-    """A checksum of a step's number, of its tokens and of the sequences that have failed."""
-    tokens = [number, *result.token_ids, *result.token_ids.values(), -1, *result.failed]
+def digest_of(step: StepInput, result: StepResult) -> int:
+    """A checksum, 32 bits: of a step's number, of which tokens of which sequences it computes, of
+    the tokens that were sampled and of the sequences that have failed."""
+    tokens = [step.number, *result.token_ids, *result.token_ids.values(), -1, *result.failed]
+    for sequences in (step.decodes, step.prompts):
+        tokens.append(-1)
+        for sequence in sequences:
+            tokens += (sequence.seq_id, sequence.start, len(sequence.token_ids))
     for beam, candidates in result.candidates.items():
         tokens += [-1, beam, *(candidate.token_id for candidate in candidates)]
     return zlib.crc32(np.array(tokens, np.int64).tobytes())

@@ -7,45 +7,85 @@ closed that only the core has the other end of.
 from __future__ import annotations
 
 import datetime
-import functools
 import logging
 import os
-import queue
+import pickle
+import select
 import shutil
 import signal
 import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trencadis.engine.errors import EngineError, RankError
 from trencadis.engine.ipc.messages import BUSY_SECONDS
+from trencadis.engine.runner.executor import ExecutorCounters
 from trencadis.engine.runner.in_process import InProcessExecutor
+from trencadis.engine.runner.ranks.packed_steps import StepUnpacker
 from trencadis.engine.runner.ranks.rank_messages import (
     Answer,
     Call,
     Cold,
     MessageReader,
     Start,
-    StepAnswer,
     digest_of,
     encode,
+    packed_result,
 )
-from trencadis.engine.runner.step import StepInput
+from trencadis.engine.runner.ranks.step_board import RankBoard
+from trencadis.engine.runner.step import PendingStep, StepInput, StepResult
 
 logger = logging.getLogger("trencadis.engine")
 
 _NEXT_STEP_SECONDS = 0.002
 """Longest pause between two steps of a core that schedules ahead, while the first is computed."""
 
-Calls = queue.Queue[Call | None]
-"""What the core calls, in order; None once it has ended. Not a ``SimpleQueue``: its ``get`` with a
-timeout may wait for ever (CPython 3.11 and 3.12, ``Modules/_queuemodule.c``)."""
+
+class CallQueue:
+    """What the core calls, in order: steps from the board, other calls from the connection.
+
+    None once it has ended.
+    """
+
+    def __init__(self, board: RankBoard) -> None:
+        self._board = board
+        self._poll = select.poll()
+        self._poll.register(board.event, select.POLLIN)
+        self._arrived: deque[Call | None] = deque()
+        """From the connection, by another thread."""
+        self._ready: deque[Call | None] = deque()
+        self._num_told = 0
+
+    def put(self, call: Call | None) -> None:
+        """Add what the connection has brought. For one other thread."""
+        self._arrived.append(call)
+        self._board.tell_of_call()
+
+    def get(self, timeout: float | None = None) -> Call | None:
+        """The next call. Raises `TimeoutError` where none comes within ``timeout`` seconds."""
+        while not self._ready:
+            if not self._poll.poll(None if timeout is None else 1000 * timeout):
+                raise TimeoutError
+            self._num_told += self._board.wait()
+            # What was told of came after the calls that it follows, and they are here by now.
+            while self._arrived:
+                call = self._arrived.popleft()
+                if call is not None:
+                    self._read_steps(call.num_steps)
+                self._ready.append(call)
+            self._read_steps(self._num_told)
+        return self._ready.popleft()
+
+    def _read_steps(self, end: int) -> None:
+        while self._board.num_read < end:
+            number, packed = pickle.loads(self._board.read())  # noqa: S301  (of the core)
+            self._ready.append(Call(number, "execute", (packed,)))
 
 
 def main() -> None:
@@ -61,7 +101,8 @@ def main() -> None:
         return
     store = Path(start.store)
     threading.Thread(target=_end_with_core, args=(pipe, store.parent), daemon=True).start()
-    calls: Calls = queue.Queue()
+    board = RankBoard(start.board, start.part.rank)
+    calls = CallQueue(board)
     threading.Thread(target=_read_calls, args=(reader, calls), daemon=True).start()
     name = f"rank {start.part.rank}"
     logging.basicConfig(
@@ -74,7 +115,7 @@ def main() -> None:
         if isinstance(executor, EngineError):
             _reject(executor, calls, connection)
         else:
-            _serve(executor, calls, connection, start.part.rank)
+            _serve(executor, calls, connection, board, start.part.rank)
         logger.debug("%s ends with the core", name)
     except ConnectionError:
         logger.debug("%s ends with the core", name)
@@ -104,7 +145,7 @@ def _joined(start: Start, store: Path) -> InProcessExecutor | EngineError:
     return executor
 
 
-def _read_calls(reader: MessageReader, calls: Calls) -> None:
+def _read_calls(reader: MessageReader, calls: CallQueue) -> None:
     """Take each call at once: the core must not wait until a step before it is computed."""
     try:
         while True:
@@ -113,85 +154,116 @@ def _read_calls(reader: MessageReader, calls: Calls) -> None:
         calls.put(None)
 
 
-def _reject(error: EngineError, calls: Calls, connection: socket.socket) -> None:
+def _reject(error: EngineError, calls: CallQueue, connection: socket.socket) -> None:
     """Answer each call with ``error``, until the core has ended."""
     while (call := calls.get()) is not None:
         connection.sendall(encode(Answer(call.number, error=error)))
 
 
-def _serve(executor: InProcessExecutor, calls: Calls, connection: socket.socket, rank: int) -> None:
+def _serve(
+    executor: InProcessExecutor,
+    calls: CallQueue,
+    connection: socket.socket,
+    board: RankBoard,
+    rank: int,
+) -> None:
     """Answer each call in its order, until the core has ended.
 
     A step is waited for once the next one is started, so that the device has no pause, or if none
     has arrived for a moment. What computes on the host is waited for at once: it has ended.
     """
     most_started = 0 if executor.device.shares_host_memory else 1
-    started: deque[tuple[int, Callable[[], object]]] = deque()
-    number = 0
+    answers = StepAnswers(executor, connection, board, rank)
+    number, steps = 0, StepUnpacker()
     executor.on_cold = lambda shape: connection.sendall(encode(Cold(number, str(shape))))
-
-    def answer_all_but(most: int) -> None:
-        while len(started) > most:
-            connection.sendall(_answered(*started.popleft(), rank))
-
     while True:
         try:
-            call = calls.get(timeout=_NEXT_STEP_SECONDS if started else None)
-        except queue.Empty:
-            answer_all_but(0)
+            call = calls.get(timeout=_NEXT_STEP_SECONDS if answers.num_started else None)
+        except TimeoutError:
+            answers.send_all_but(0)
             continue
         if call is None:
             return
         number = call.number
         if call.method == "execute":
-            has_started, wait = _started(executor, call.arguments[0], rank)
-            started.append((number, wait))
-            answer_all_but(most_started if has_started else 0)
+            has_started = answers.start(number, steps.step(call.arguments[0]))
+            answers.send_all_but(most_started if has_started else 0)
         else:
-            answer_all_but(0)
-            connection.sendall(
-                _answered(number, functools.partial(_returned, executor, call), rank)
-            )
+            answers.send_all_but(0)
+            connection.sendall(_answered(call, executor, rank))
 
 
-def _started(
-    executor: InProcessExecutor, step: StepInput, rank: int
-) -> tuple[bool, Callable[[], StepAnswer]]:
-    """Start a step; returns whether it was, and what waits for it or raises the error."""
+class StepAnswers:
+    """The steps that a rank has started, and their answers.
+
+    Each rank writes the digest to the board. Rank 0 alone sends what was computed, the others
+    nothing but errors.
+    """
+
+    def __init__(
+        self, executor: InProcessExecutor, connection: socket.socket, board: RankBoard, rank: int
+    ) -> None:
+        self._executor = executor
+        self._connection = connection
+        self._board = board
+        self._rank = rank
+        self._started: deque[tuple[int, StepInput, PendingStep | Exception]] = deque()
+        self._counters: ExecutorCounters | None = None
+        self._num_answered = 0
+
+    @property
+    def num_started(self) -> int:
+        return len(self._started)
+
+    def start(self, number: int, step: StepInput) -> bool:
+        """Start the step of the call with this number; returns whether it was."""
+        pending: PendingStep | Exception
+        try:
+            pending = self._executor.execute(step)
+        except Exception as error:
+            pending = error
+        self._started.append((number, step, pending))
+        return not isinstance(pending, Exception)
+
+    def send_all_but(self, most: int) -> None:
+        """Wait for the steps that were started, and answer them, until ``most`` are left."""
+        while len(self._started) > most:
+            number, step, pending = self._started.popleft()
+            self._num_answered += 1
+            message = None
+            try:
+                if isinstance(pending, Exception):
+                    raise pending
+                result = pending.wait()
+                if self._rank == 0:
+                    message = encode(Answer(number, self._packed(result)))
+            except Exception as error:
+                self._connection.sendall(_failed(number, error, self._rank))
+                continue
+            self._board.answer(self._num_answered, digest_of(step, result))
+            if message is not None:
+                self._connection.sendall(message)
+
+    def _packed(self, result: StepResult) -> tuple[Any, ...]:
+        counters, before = self._executor.counters(), self._counters
+        self._counters = counters
+        return packed_result(result, None if counters == before else counters)
+
+
+def _answered(call: Call, executor: InProcessExecutor, rank: int) -> bytes:
+    """The encoded answer: what the method returns, or its error."""
     try:
-        pending = executor.execute(step)
+        found = getattr(executor, call.method)
+        return encode(Answer(call.number, found(*call.arguments) if callable(found) else found))
     except Exception as error:
-        failure = error
-
-        def fail() -> StepAnswer:
-            raise failure
-
-        return False, fail
-
-    def wait() -> StepAnswer:
-        result = pending.wait()
-        digest = digest_of(step.number, result)
-        if rank != 0:
-            return StepAnswer(digest, None, None)
-        return StepAnswer(digest, result, executor.counters())
-
-    return True, wait
+        return _failed(call.number, error, rank)
 
 
-def _returned(executor: InProcessExecutor, call: Call) -> object:
-    found = getattr(executor, call.method)
-    return found(*call.arguments) if callable(found) else found
-
-
-def _answered(number: int, compute: Callable[[], object], rank: int) -> bytes:
-    """The encoded answer: what ``compute`` returns, or its error."""
-    try:
-        return encode(Answer(number, compute()))
-    except Exception as error:
-        if not isinstance(error, EngineError):
-            logger.exception("Rank %d has failed", rank)
-            error = RankError(f"rank {rank} has failed: {type(error).__name__}: {error}")
-        return encode(Answer(number, error=error))
+def _failed(number: int, error: Exception, rank: int) -> bytes:
+    if not isinstance(error, EngineError):
+        logger.error("Rank %d has failed", rank, exc_info=error)
+        error = RankError(f"rank {rank} has failed: {type(error).__name__}: {error}")
+    return encode(Answer(number, error=error))
 
 
 def _end_with_core(pipe: int, directory: Path) -> None:

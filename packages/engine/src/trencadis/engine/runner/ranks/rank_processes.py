@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import selectors
+import pickle
+import select
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import psutil
 
 from trencadis.engine.errors import EngineError, RankError
@@ -34,12 +36,16 @@ from trencadis.engine.runner.ranks.rank_messages import (
     Start,
     encode,
 )
+from trencadis.engine.runner.ranks.step_board import BoardFiles, StepBoard, is_before, is_of
 from trencadis.engine.settings.engine_config import EngineConfig
 
 logger = logging.getLogger("trencadis.engine")
 
 _SLICE_SECONDS = 0.5
 """Period in which who waits for the ranks is called."""
+
+_LATE_SECONDS = 0.001
+"""Pause before it is looked again whether other ranks have computed a step before the last one."""
 
 _OTHERS_SECONDS = 5.0
 """Time for the other ranks to answer when one has failed: with the same error, all can go on."""
@@ -56,6 +62,15 @@ _MOST_IN_FLIGHT = 8
 _MODULE = "trencadis.engine.runner.ranks.rank_process"
 
 
+@attrs.frozen
+class SentStep:
+    """A step by its number, by that of its call, and counted from 1 among those sent."""
+
+    number: int
+    call: int
+    count: int
+
+
 class RankProcesses:
     """``config.tensor_parallel_size`` processes, started with this object.
 
@@ -63,7 +78,7 @@ class RankProcesses:
     that the process of a rank may be stopped, whatever it has to do.
     ``on_cold``: called by each rank that may compile in a step, with the words for the shape; who
     waits for that step, or for the one before it, then does so for as long as a core may be busy.
-    ``records``: whether rank 0 records traffic.
+    ``records``: whether rank 0 records traffic. ``cores``: those that each rank is bound to.
     ``num_messages``, ``num_bytes``: what each rank was sent since the start. Each method raises
     `RankError` where a rank has ended, hangs, or has failed alone; then all are ended, and every
     later call raises it, too.
@@ -77,6 +92,7 @@ class RankProcesses:
         on_cold: Callable[[str], None] = lambda shape: None,
         *,
         records: bool,
+        cores: Sequence[Sequence[int]] = (),
     ) -> None:
         self._on_cold = on_cold
         self._cold: set[int] = set()
@@ -84,31 +100,34 @@ class RankProcesses:
         self._failure = ""
         self._limit_s = limit_s
         self._stopped_since: dict[int, float] = {}
-        self._number = 0
+        self._number = self._num_steps = 0
+        self._answered: SentStep | None = None
+        """The last step that rank 0 has answered, until the others were compared with it."""
         self._unread: dict[int, dict[int, Answer]] = {}
         """By the numbers of the calls that `answers` was not asked for yet: what has arrived."""
         self.num_messages = self.num_bytes = 0
+        self._board = StepBoard(len(environments))
         directory = Path(tempfile.mkdtemp(prefix="trencadis-ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[socket.socket] = []
         pipe, self._pipe = os.pipe()
-        self._end = weakref.finalize(
-            self, _end_all, self._processes, self._connections, self._pipe, directory
-        )
+        ended = (self._processes, self._connections, self._pipe, directory, self._board.close)
+        self._end = weakref.finalize(self, _end_all, *ended)
         try:
             for rank, environment in enumerate(environments):
-                self._start_process(pipe, environment)
+                board = self._board.files_of(rank)
+                own = cores[rank] if cores else ()
+                self._start_process((pipe, board.memory, board.event), environment, own)
                 part = RankPart(rank, len(environments))
                 is_recorded = records and rank == 0
-                self._connections[rank].sendall(
-                    encode(_start(config, part, is_recorded, directory / "store", limit_s))
-                )
+                start = _start(config, part, is_recorded, directory / "store", limit_s, board)
+                self._connections[rank].sendall(encode(start))
         except BaseException:
             self._end()
             raise
         finally:
             os.close(pipe)
-        self._readers = [MessageReader(connection) for connection in self._connections]
+        self._connect(self._connections)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -134,16 +153,39 @@ class RankProcesses:
     def send(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> int:
         """Send a call, encoded once; returns the number with which `answers` awaits it."""
         self.check_alive()
-        self._number += 1
-        message = encode(Call(self._number, method, arguments))
-        for rank in self._ranks(ranks):
+        return self._send_call(method, arguments, self._ranks(ranks))
+
+    def send_step(self, step: int, packed: tuple[Any, ...]) -> SentStep:
+        """Write step number ``step``, as a `StepPacker` has packed it, for all ranks.
+
+        A rank that has ended is noticed by `step_answer`.
+        """
+        if self._failure:
+            raise RankError(self._failure)
+        number = self._number + 1
+        message = pickle.dumps((number, packed), pickle.HIGHEST_PROTOCOL)
+        if self._board.write(message):
+            self._note_sent(number, len(message))
+        else:
+            self._send_call("execute", (packed,), self._ranks(None))
+        self._num_steps += 1
+        return SentStep(step, number, self._num_steps)
+
+    def _send_call(self, method: str, arguments: tuple[Any, ...], ranks: Sequence[int]) -> int:
+        number = self._number + 1
+        message = encode(Call(number, method, arguments, self._board.num_written))
+        for rank in ranks:
             self._send(rank, message)
-        self._unread[self._number] = {}
+        return self._note_sent(number, len(message))
+
+    def _note_sent(self, number: int, num_bytes: int) -> int:
+        self._number = number
+        self._unread[number] = {}
         if len(self._unread) > _MOST_IN_FLIGHT:  # the oldest was given up, as by Ctrl-C
             del self._unread[min(self._unread)]
         self.num_messages += 1
-        self.num_bytes += len(message)
-        return self._number
+        self.num_bytes += num_bytes
+        return number
 
     def answers(
         self,
@@ -154,52 +196,108 @@ class RankProcesses:
         while_waiting: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         """What each rank has answered to the call with this number, as `call`."""
+        asked = self._ranks(ranks)
+        answers = self._awaited(number, limit_s, asked, while_waiting)
+        return [answers[rank].value for rank in asked]
+
+    def step_answer(self, step: SentStep, limit_s: float) -> Any:
+        """What rank 0 has computed in a step.
+
+        The others end when it does, but for what each does on its own host: that they have computed
+        the same is seen before the answer to the next step is returned, and in `check_alive`. So
+        rank 0's tokens are used, and none that follow from others. Raises as `call`, and
+        `RankError` where ranks differ.
+        """
+        first = self._awaited(step.call, limit_s, self._ranks(None), answers_first=True)[0]
+        if self._answered is not None:
+            self._await_words(self._answered, limit_s)
+        self._answered = step
+        return first.value
+
+    def _await_words(self, step: SentStep, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while late := self._compare(step):
+            if time.monotonic() > deadline:
+                raise self._no_answer_of(late, limit_s)
+            for rank in self._polled(_LATE_SECONDS):
+                self._keep(rank, self._read(rank))
+
+    def _compare(self, step: SentStep) -> list[int]:
+        """Raise `RankError` where the ranks have computed other things; returns those to come."""
+        words = self._board.words(step.count)
+        for rank, word in enumerate(words):
+            if is_of(word, step.count) and word != words[0]:
+                raise self.fail(f"rank {rank} has other results of step {step.number} than rank 0")
+        return [rank for rank, word in enumerate(words) if is_before(word, step.count)]
+
+    def _awaited(
+        self,
+        number: int,
+        limit_s: float,
+        asked: Sequence[int],
+        while_waiting: Callable[[], None] = lambda: None,
+        *,
+        answers_first: bool = False,
+    ) -> dict[int, Answer]:
+        """The answers of the ranks that were asked; with ``answers_first`` that of rank 0 alone,
+        unless one of them has failed."""
         if self._failure:
             raise RankError(self._failure)
-        asked = self._ranks(ranks)
         answers = self._unread.pop(number, {})
         limit_s = max(limit_s, BUSY_SECONDS) if number in self._cold else limit_s
         deadline = time.monotonic() + limit_s
-        with selectors.DefaultSelector() as selector:
-            for rank in set(asked) - set(answers):
-                selector.register(self._connections[rank], selectors.EVENT_READ, rank)
-            while (silent := set(asked) - set(answers)) and time.monotonic() < deadline:
-                ready = {rank for rank in silent if self._readers[rank].has_message}
-                if not ready:
-                    ready = {key.data for key, _ in selector.select(_SLICE_SECONDS)}
-                if not ready:
-                    self._check_running(silent)
-                for rank in ready:
-                    answer = self._read(rank)
-                    if isinstance(answer, Cold):
-                        has_failed = any(each.error is not None for each in answers.values())
-                        if not has_failed:  # or the rank waits for one that has
-                            self._cold.add(answer.number)
-                            self._on_cold(answer.shape)
-                            limit_s = max(limit_s, BUSY_SECONDS)
-                            deadline = time.monotonic() + limit_s
-                    elif answer.number == number:
-                        answers[rank] = answer
-                        selector.unregister(self._connections[rank])
-                        if answer.error is not None:
-                            deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
-                    elif answer.number in self._unread:  # of a step in flight
-                        self._unread[answer.number][rank] = answer
-                while_waiting()
+        while True:
+            silent = [rank for rank in asked if rank not in answers]
+            if answers_first and answers.keys() == {0} and answers[0].error is None:
+                silent = []
+            if not silent or time.monotonic() >= deadline:
+                break
+            ready = [rank for rank in silent if self._readers[rank].has_message]
+            ready = ready or self._polled(_SLICE_SECONDS)
+            if not ready:
+                self._check_running(silent)
+            for rank in ready:
+                answer = self._read(rank)
+                if not isinstance(answer, Cold) and answer.number == number:
+                    answers[rank] = answer
+                    if answer.error is not None:
+                        deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
+                # Who compiles after another has failed waits for that one.
+                elif not any(each.error for each in answers.values()) and self._keep(rank, answer):
+                    limit_s = max(limit_s, BUSY_SECONDS)
+                    deadline = time.monotonic() + limit_s
+            while_waiting()
         self._cold.discard(number)
         self._raise_errors(answers, len(asked))
         if silent:
-            words = ", ".join(map(self._described, sorted(silent)))
-            raise self.fail(f"no answer of {words} within {limit_s:g} s")
-        return [answers[rank].value for rank in asked]
+            raise self._no_answer_of(silent, limit_s)
+        return answers
+
+    def _keep(self, rank: int, message: Answer | Cold) -> bool:
+        """Keep what came while another call was waited for; returns whether the rank compiles."""
+        if isinstance(message, Cold):
+            self._cold.add(message.number)
+            self._on_cold(message.shape)
+            return True
+        if message.number in self._unread:  # of a step in flight
+            self._unread[message.number][rank] = message
+        elif self._answered is not None and message.number == self._answered.call:
+            self._raise_errors({rank: message})  # rank 0 had none
+        return False
+
+    def _polled(self, seconds: float) -> list[int]:
+        """The ranks that have sent something; waits until there is one, or the time has passed."""
+        return [self._rank_of[file] for file, _ in self._poll.poll(1000 * seconds)]
 
     def check_alive(self) -> None:
-        """Raise `RankError` where a rank has ended."""
+        """Raise `RankError` where a rank has ended, or computed something else in the last step."""
         if self._failure:
             raise RankError(self._failure)
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:
                 raise self.fail(f"rank {rank} has ended with exit code {process.returncode}")
+        if self._answered is not None:
+            self._compare(self._answered)
 
     def fail(self, reason: str) -> RankError:
         """End all ranks; returns the error that every later call raises."""
@@ -214,22 +312,36 @@ class RankProcesses:
         self._failure = self._failure or "the ranks were ended"
         self._end()
 
-    def _start_process(self, pipe: int, environment: Mapping[str, str]) -> None:
+    def _start_process(
+        self, files: Sequence[int], environment: Mapping[str, str], cores: Sequence[int]
+    ) -> None:
         ours, theirs = socket.socketpair()
         # As in `LineProcess`. In the process group of the core, so that what ends that group ends
         # the ranks. Collective calls stay on this machine.
         path = [entry for entry in sys.path if entry]
         code = f"import sys; sys.path[:] = {path!r}; from {_MODULE} import main; main()"
+        of_cores = {}
+        if cores:  # before anything else: threads inherit it, and memory is that of their node
+            code = f"import os; os.sched_setaffinity(0, {[*cores]}); {code}"
+            of_cores = {"OMP_NUM_THREADS": f"{len(cores)}"}
         with theirs:
             process = subprocess.Popen(  # noqa: S603  (a module of this package)
-                [sys.executable, "-c", code, str(theirs.fileno()), str(pipe)],
+                [sys.executable, "-c", code, str(theirs.fileno()), str(files[0])],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), pipe),
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
+                pass_fds=(theirs.fileno(), *files),
+                env={**of_cores, **os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
             )
         self._processes.append(process)
         self._connections.append(ours)
         ours.settimeout(_SEND_SECONDS)
+
+    def _connect(self, connections: list[socket.socket]) -> None:
+        self._connections = connections
+        self._readers = [MessageReader(connection) for connection in connections]
+        self._rank_of = {each.fileno(): rank for rank, each in enumerate(connections)}
+        self._poll = select.poll()
+        for file in self._rank_of:
+            self._poll.register(file, select.POLLIN)
 
     def _send(self, rank: int, message: bytes) -> None:
         try:
@@ -287,6 +399,10 @@ class RankProcesses:
             return psutil.Process(self._processes[rank].pid).status()
         return ""
 
+    def _no_answer_of(self, ranks: Iterable[int], limit_s: float) -> RankError:
+        words = ", ".join(map(self._described, sorted(ranks)))
+        return self.fail(f"no answer of {words} within {limit_s:g} s")
+
     def _described(self, rank: int) -> str:
         process = self._processes[rank]
         if (code := process.poll()) is not None:
@@ -295,13 +411,19 @@ class RankProcesses:
 
 
 def _start(
-    config: EngineConfig, part: RankPart, records: bool, store: Path, limit_s: float
+    config: EngineConfig,
+    part: RankPart,
+    records: bool,
+    store: Path,
+    limit_s: float,
+    board: BoardFiles,
 ) -> Start:
     root = logging.getLogger()
     formatter = root.handlers[0].formatter if root.handlers else None
     is_percent = isinstance(getattr(formatter, "_style", None), logging.PercentStyle)
     layout = getattr(formatter, "_fmt", None) if is_percent else None
-    return Start(config, part, records, str(store), limit_s, logger.getEffectiveLevel(), layout)
+    level = logger.getEffectiveLevel()
+    return Start(config, part, records, str(store), limit_s, level, layout, board)
 
 
 def _end_all(
@@ -309,6 +431,7 @@ def _end_all(
     connections: Sequence[socket.socket],
     pipe: int,
     directory: Path,
+    close_board: Callable[[], object],
 ) -> None:
     for process in processes:
         process.kill()  # also one that was stopped
@@ -318,4 +441,5 @@ def _end_all(
     for connection in connections:
         connection.close()
     os.close(pipe)
+    close_board()
     shutil.rmtree(directory, ignore_errors=True)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from trencadis.engine.devices import Device, class_of_device
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.models.loader import check_weight_files, inspect_model
+from trencadis.engine.models.loader import check_weight_files
 from trencadis.engine.models.rank_loading import divide
 from trencadis.engine.models.rank_part import RankPart
+from trencadis.engine.runner.worker import inspected
 from trencadis.engine.settings.engine_config import EngineConfig
-
-_REMEDIES: dict[str, tuple[object, str]] = {
-    "runner": ("generate", "choose the runner generate"),
-    "kv_tiers": ("", "leave kv_tiers out"),
-}
-"""Settings with the one value that ranks can have, and the remedy for others."""
 
 
 def checked_device(config: EngineConfig) -> type[Device]:
@@ -25,11 +20,6 @@ def checked_device(config: EngineConfig) -> type[Device]:
     if device is None or device.collectives is None:
         name = config.device if device is None else device.name
         raise _conflict(config, "device", name, "choose device cpu or hpu")
-    for field, (value, remedy) in _REMEDIES.items():
-        if (found := getattr(config, field)) != value:
-            raise _conflict(config, field, found, remedy)
-    if config.compile and device.shares_host_memory:
-        raise _conflict(config, "compile", True, "leave it out")
     if config.warmup == "background":
         raise _conflict(config, "warmup", "background", "choose full or none")
     return device
@@ -41,7 +31,7 @@ def check_config(config: EngineConfig) -> None:
     As far as its files and settings tell, without a device and without its weights.
     """
     checked_device(config)
-    spec = inspect_model(config.model)
+    spec = inspected(config)
     divide(spec.config, spec.layers, spec.source, RankPart(0, config.tensor_parallel_size))
     check_weight_files(spec)
 
