@@ -282,7 +282,7 @@ class RankProcesses:
         if message.number in self._unread:  # of a step in flight
             self._unread[message.number][rank] = message
         elif self._answered is not None and message.number == self._answered.call:
-            self._raise_errors({rank: message})  # rank 0 had none
+            self._raise_errors({rank: message}, len(self._processes))  # rank 0 had none
         return False
 
     def _polled(self, seconds: float) -> list[int]:
