@@ -186,13 +186,8 @@ def test_what_compiles_after_another_rank_has_failed_is_not_waited_for(
 
 def test_an_error_of_the_one_rank_that_was_asked_ends_none() -> None:
     pairs = [socket.socketpair() for _ in range(2)]
-    processes: Any = RankProcesses.__new__(RankProcesses)
-    processes._failure, processes._cold, processes._unread = "", set(), {1: {}}
-    processes._limit_s, processes._end = LIMIT_SECONDS, lambda: None
+    processes = of_connections([ours for ours, _ in pairs])
     processes._processes = [SimpleNamespace(pid=1, poll=lambda: None)] * 2
-    processes._connections = [ours for ours, _ in pairs]
-    processes._readers = [MessageReader(ours) for ours, _ in pairs]
-    processes._stopped_since = {}
     pairs[0][1].sendall(encode(Answer(1, error=AdapterError("serves no adapters"))))
     with pytest.raises(AdapterError, match="serves no adapters"):
         processes.answers(1, LIMIT_SECONDS, ranks=(0,))
