@@ -73,6 +73,8 @@ RELEASE_TOOLS = ("build", "hatchling", "twine")
 SGLANG = "sglang==0.5.23"
 """What ``interop`` tests. What it declares to need is for CUDA."""
 
+SGLANG_SITE = str(Path("interop/sglang_site").absolute())
+
 NANO_VLLM = os.environ.get("NANO_VLLM", "https://github.com/GeeeekExplorer/nano-vllm")
 NANO_COMMIT = "bb823b3e06983d71485a8e1f23715ebd87d98ef8"
 VLLM_GAUDI = os.environ.get("VLLM_GAUDI", "https://github.com/vllm-project/vllm-gaudi")
@@ -270,6 +272,19 @@ def tests_peers(session: nox.Session) -> None:
         run_shared(session, "-m", "pytest", *settings, str(source), *session.posargs, env=variables)
 
 
+@nox.session
+def tests_kits(session: nox.Session) -> None:
+    """Runs SGLang's kits of server tests, of the APIs that there are, with the small test model."""
+    environ = {**ONE_THREAD, "KITS_MODEL": small_model(session), "PYTHONPATH": SGLANG_SITE}
+    install_vllm(session)
+    install_sglang(session)
+    session.install("-c", "constraints.txt", *PYTEST)
+    environ["SERVER_PYTHON"] = str(python_of(SHARED))
+    settings = ("-q", "-c", os.devnull, "--rootdir", "tests/peers", "-p", "no:cacheprovider")
+    command = ("python", "-m", "pytest", *settings, "tests/peers/sglang_kits.py")
+    session.run(*command, *session.posargs, env=environ)
+
+
 @nox.session(venv_backend="none")
 @nox.parametrize("client", choices(*EXAMPLES))
 def tests_clients(session: nox.Session, client: str) -> None:
@@ -391,23 +406,17 @@ def bench(session: nox.Session) -> None:
 @nox.parametrize("host", choices("vllm", "sglang", "ray"))
 def interop(session: nox.Session, host: str) -> None:
     """Tests the libraries inside other runtimes: ``nox -s "interop(vllm)" -- -k nano``."""
-    make_shared_environment(session)  # it converts the small model
-    name = (
-        "from trencadis.engine.models.default_model import default_model as model; print(model())"
-    )
-    model = session.run(str(python_of(SHARED)), "-c", name, silent=True, external=True)
-    environ = {**ONE_THREAD, "INTEROP_MODEL": str(model).split()[-1]}
+    environ = {**ONE_THREAD, "INTEROP_MODEL": small_model(session)}
     command = ("python", "-m", "pytest", "-s")
     if host == "ray":
         session.install("-c", "constraints.txt", *PYTEST, "ray[serve]", *editable(*PACKAGES))
         session.run(*command, "-W", "ignore", "interop/test_ray.py", *session.posargs, env=environ)
         return
-    install_vllm(session)  # which brings most of what SGLang needs, too
+    install_vllm(session)
     session.install("-c", "constraints.txt", *PYTEST, "xxhash")
     session.install("--no-deps", *editable("bucketing", "kvcache", "scheduler"))
     if host == "sglang":
-        session.install("--no-deps", SGLANG, "torchvision")
-        session.install("orjson", "ipython", "gguf")
+        install_sglang(session)
         session.run(*command, "interop/test_sglang.py", *session.posargs, env=environ)
         return
     environ |= {
@@ -436,6 +445,22 @@ def install_vllm(session: nox.Session) -> None:
     # Builds for CUDA, which do not load beside a CPU build of torch; vLLM runs without them.
     session.run("python", "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio")
     session.run("python", "-m", "pip", "uninstall", "--yes", "torchcodec")
+
+
+def install_sglang(session: nox.Session) -> None:
+    """Installs SGLang beside vLLM, which brings most of what it needs, without parts for CUDA."""
+    session.install("--no-deps", SGLANG, "torchvision")
+    session.install("orjson", "ipython", "gguf")
+
+
+def small_model(session: nox.Session) -> str:
+    """The directory of the small test model, which the shared environment converts."""
+    make_shared_environment(session)
+    program = (
+        "from trencadis.engine.models.default_model import default_model as model; print(model())"
+    )
+    model = session.run(str(python_of(SHARED)), "-c", program, silent=True, external=True)
+    return str(model).split()[-1]
 
 
 def cloned(session: nox.Session, source: str, commit: str) -> Path:

@@ -42,16 +42,20 @@ async def test_events_are_sent_when_they_are_generated(url, engine):
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("reason", ["END", 77, None])
-async def test_a_choice_tells_what_stopped_it_as_in_vllm(client, engine, path, reason):
+async def test_a_choice_tells_what_stopped_it_as_in_vllm_and_sglang(client, engine, path, reason):
     engine.stop_reason = reason
     body = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
+    body["return_token_ids"] = True
     (choice,) = (await client.post(path, json=body)).json()["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+    end = choice["token_ids"][-1] if reason is None else reason
+    assert choice["matched_stop"] == end
     streamed = await client.post(path, json={**body, "stream": True})
     events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
     *first, last = [json.loads(event)["choices"][0] for event in events[:-1]]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", reason)
-    assert not any("stop_reason" in choice for choice in first)
+    assert last["matched_stop"] == end
+    assert not any("stop_reason" in choice or "matched_stop" in choice for choice in first)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])

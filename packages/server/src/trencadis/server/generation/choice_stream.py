@@ -102,6 +102,21 @@ class FinishedChoice:
     prompt_logprobs: PromptPositions = ()
 
 
+def stop_fields(
+    finish_reason: FinishReason | None, stop_reason: str | int | None, token_ids: Sequence[int]
+) -> dict[str, str | int | None]:
+    """What ended an answer, as vLLM and as SGLang tell it; nothing before its end.
+
+    vLLM has null for the end-of-sequence token, SGLang its id. ``token_ids``: the last ones.
+    """
+    if finish_reason is None:
+        return {}
+    matched = stop_reason
+    if matched is None and finish_reason == "stop" and token_ids:
+        matched = token_ids[-1]
+    return {"stop_reason": stop_reason, "matched_stop": matched}
+
+
 PROMPTS_AT_ONCE = 64
 """Prompts of one API request for which requests are made and sent in one iteration of the event
 loop: milliseconds. A request may have a thousand, and all streams wait for an iteration."""

@@ -19,7 +19,7 @@ from trencadis.server.api.protocol import ChatCompletionRequest
 from trencadis.server.api.translation import client_fields
 from trencadis.server.generation.answer_plan import AnswerPlan
 from trencadis.server.generation.answer_writer import AnswerText, AnswerWriter, ChatFinishReason
-from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
+from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice, stop_fields
 from trencadis.server.generation.prompts import Prompt
 from trencadis.server.generation.served_model import ServedModel
 from trencadis.server.http.json_body import Checked
@@ -156,7 +156,7 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
             content = self._logprobs(choice.logprobs)
             logprobs = complete.ChoiceLogprobs(content=content, refusal=None)
         vllm_fields: dict[str, Any] = {
-            "stop_reason": choice.stop_reason,
+            **stop_fields(choice.finish_reason, choice.stop_reason, choice.token_ids),
             "token_ids": choice.token_ids if self._has_token_ids else None,
         }
         prompt = self.prompts[index // self.request.num_choices]
@@ -179,8 +179,9 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
         if self._has_logprobs and delta.logprobs:
             content = self._logprobs(delta.logprobs)
             logprobs = chunk.ChoiceLogprobs(content=content, refusal=None)
-        ended = item.finish_reason is not None
-        vllm_fields: dict[str, Any] = {"stop_reason": delta.stop_reason} if ended else {}
+        vllm_fields: dict[str, Any] = stop_fields(
+            item.finish_reason, delta.stop_reason, delta.token_ids
+        )
         if self._has_token_ids:
             vllm_fields["token_ids"] = list(delta.token_ids)
         return chunk.Choice(

@@ -17,6 +17,7 @@ from trencadis.server.generation.choice_stream import (
     ChoiceDelta,
     FinishedChoice,
     PromptPositions,
+    stop_fields,
 )
 from trencadis.server.generation.prompts import Prompt
 from trencadis.server.http.json_body import Checked
@@ -90,7 +91,7 @@ class CompletionWriter(ChunkWriter[Completion]):
         prompt = self.prompts[index // self.request.num_choices]
         has_token_ids = bool(self.request.return_token_ids)
         vllm_fields: dict[str, Any] = {
-            "stop_reason": choice.stop_reason,
+            **stop_fields(choice.finish_reason, choice.stop_reason, choice.token_ids),
             "token_ids": choice.token_ids if has_token_ids else None,
             "prompt_token_ids": list(prompt.token_ids) if has_token_ids else None,
             "prompt_logprobs": None,
@@ -115,8 +116,9 @@ class CompletionWriter(ChunkWriter[Completion]):
     ) -> CompletionChoice:
         offset = self._text_offsets[item.choice]
         logprobs = self._logprobs(self.prompts[item.prompt], prompt, item.delta.logprobs, offset)
-        ended = item.finish_reason is not None
-        vllm_fields: dict[str, Any] = {"stop_reason": item.delta.stop_reason} if ended else {}
+        vllm_fields: dict[str, Any] = stop_fields(
+            item.finish_reason, item.delta.stop_reason, item.delta.token_ids
+        )
         if self.request.return_token_ids:
             vllm_fields["token_ids"] = list(item.delta.token_ids)
             if is_first:
