@@ -238,7 +238,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.models": [
         {
             "broken_files",
-            "chat_templates",
+            *("chat_templates", "layer_inputs"),
             "layer_spec",
             "logit_head",
             "packed_weight",

@@ -41,6 +41,7 @@ from trencadis.engine.devices.cpu.tiled_linear import (
     group_linears,
     load_linear_kernel,
 )
+from trencadis.engine.models import rounded_weights
 from trencadis.engine.models.packed_weight import PackedWeight, QuantizedEmbedding, QuantizedLinear
 from trencadis.engine.models.rounded_weights import round_weights, rounded_int4, rounded_int8
 
@@ -753,20 +754,63 @@ def test_int4_is_as_exact_for_weights_of_every_size(size: float) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 3))
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 3), st.booleans())
 def test_the_scale_of_int4_has_the_least_error_for_its_steps(
-    seed: int, outputs: int, groups: int
+    seed: int, outputs: int, groups: int, is_weighted: bool
 ) -> None:
     torch.manual_seed(seed)
     weight = torch.randn(outputs, 32 * groups).bfloat16()
-    packed = rounded_int4(weight)
+    squares = torch.rand(32 * groups) ** 4 * 1e3 if is_weighted else torch.ones(32 * groups)
+    packed = rounded_int4(weight, mean_squares=squares if is_weighted else None)
 
     def error(scales: torch.Tensor) -> torch.Tensor:
         other = PackedWeight(packed.steps, scales).unpacked()
-        return (other - weight.float()).square().unflatten(1, (-1, 32)).sum(2)
+        return ((other - weight.float()).square() * squares).unflatten(1, (-1, 32)).sum(2)
 
     for factor in (0.98, 1.02):
         assert (error(packed.scales.float() * factor) > error(packed.scales)).all()
+
+
+def test_inputs_that_were_never_seen_weigh_the_same() -> None:
+    weight = torch.randn(5, 64).bfloat16()
+    plain, unseen = rounded_int4(weight), rounded_int4(weight, mean_squares=torch.zeros(64))
+    assert torch.equal(plain.unpacked(), unseen.unpacked())
+
+
+def test_int4_weighs_errors_by_the_inputs_of_each_layer(
+    model_of_groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a plain forward pass of transformers has; each start measures the same."""
+    given: list[torch.Tensor] = []
+
+    def rounded(weight: torch.Tensor, mean_squares: torch.Tensor | None) -> PackedWeight:
+        assert mean_squares is not None
+        given.append(mean_squares)
+        return rounded_int4(weight, mean_squares=mean_squares)
+
+    monkeypatch.setattr(rounded_weights, "rounded_int4", rounded)
+    model = AutoModelForCausalLM.from_pretrained(model_of_groups, dtype=torch.bfloat16)
+    seen: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if name.endswith(("gate_proj", "up_proj", "down_proj")):
+            module.register_forward_pre_hook(lambda _, own, name=name: seen.update({name: own[0]}))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, (2, 256), generator=generator)
+    with torch.no_grad():
+        model(tokens, use_cache=False)
+    llm = LLM(
+        *(str(model_of_groups),),
+        **{"device": "cpu", "dtype": "bfloat16", "max_model_len": 64, "warmup": "none"},
+        quantization="int4",
+    )
+    assert len(llm.generate([[5, 6, 7]], GREEDY)[0].completions[0].token_ids) == 12
+    expected = [rows.flatten(0, 1).float().square().mean(0) for rows in seen.values()]
+    assert given
+    for squares in given:
+        assert any(
+            own.shape == squares.shape and torch.allclose(own, squares, rtol=0.05)
+            for own in expected
+        )
 
 
 @pytest.mark.parametrize("num_layers", [1, 9])

@@ -6,6 +6,7 @@ Not those of routers and gates, which are small and select experts.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,15 +44,19 @@ _CHUNK = 1024
 _TINY = torch.finfo(torch.float32).tiny
 _GIB = 1 << 30
 
-_TRIED_STEPS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
+_TRIED_STEPS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Sizes of a step of 4 bits that are tried, beside that which reaches a group's largest weight."""
 
 _OUTER_LAYERS = 8
 """Of this many decoder layers one at each end keeps more bits; llama.cpp's share in Q4_K_M."""
 
 
-def round_weights(model: nn.Module, quantization: str) -> None:
+def round_weights(
+    model: nn.Module, quantization: str, mean_squares: Mapping[int, torch.Tensor] | None = None
+) -> None:
     """Replace linear layers of bf16 by `QuantizedLinear` in a format of `ROUNDED_FORMATS`.
+
+    ``mean_squares``: of the inputs of layers, by their ids, which weigh the errors of int4.
 
     With int4, those of attention are int8, and so are in the first and last eighth of the decoder
     layers those that end their feed-forward network: they cost the most perplexity for a byte.
@@ -79,11 +84,14 @@ def round_weights(model: nn.Module, quantization: str) -> None:
         return QuantizedEmbedding(packed, layer.weight.dtype)
 
     def rounded(layer: nn.Linear) -> QuantizedLinear:
-        in_int8 = quantization == "int8" or id(layer) in in_8_bits
-        weight = tied.get(id(layer)) or (rounded_int8 if in_int8 else rounded_int4)(
-            layer.weight.detach()
-        )
-        return QuantizedLinear(weight, layer.bias)
+        weight = tied.get(id(layer))
+        if weight is not None:
+            return QuantizedLinear(weight, layer.bias)
+        if quantization == "int8" or id(layer) in in_8_bits:
+            return QuantizedLinear(rounded_int8(layer.weight.detach()), layer.bias)
+        squares = (mean_squares or {}).get(id(layer))
+        packed = rounded_int4(layer.weight.detach(), mean_squares=squares)
+        return QuantizedLinear(packed, layer.bias)
 
     replace_layers(tables, rounded_table)
     replace_layers(layers, rounded)
@@ -100,14 +108,23 @@ def rounded_int8(weight: torch.Tensor) -> PackedWeight:
     return PackedWeight(steps, scales)
 
 
-def rounded_int4(weight: torch.Tensor, group: int = 32) -> PackedWeight:
+def rounded_int4(
+    weight: torch.Tensor, group: int = 32, mean_squares: torch.Tensor | None = None
+) -> PackedWeight:
     """Rounded to -8 to 7 steps of each group of inputs, a size of the step with the least error.
 
     For a few sizes, of which one brings the weight of the largest magnitude to -8, the weights are
-    rounded; then the scale is that of the least sum of squared errors for these steps. Scales are
-    bf16. Inputs are a multiple of ``group``.
+    rounded; then the scale is that of the least sum of squared errors for these steps, weighted by
+    the ``mean_squares`` ``[inputs]`` of what they multiply. Scales are bf16. Inputs are a multiple
+    of ``group``.
     """
     outputs, inputs = weight.shape
+    shares = weight.new_ones(inputs // group, group, dtype=torch.float32)
+    if mean_squares is not None:
+        squares = mean_squares.float().view(-1, group)
+        means = squares.mean(1, keepdim=True)
+        # Where no input of a group was seen, all weigh the same.
+        shares = torch.where(means > _TINY, squares / means.clamp_min(_TINY), shares)
     steps = weight.new_empty((outputs, inputs // 2), dtype=torch.uint8)
     scales = weight.new_empty((outputs, inputs // group), dtype=torch.bfloat16)
     chunks = (torch.split(each, _CHUNK) for each in (weight, scales, steps))
@@ -120,8 +137,9 @@ def rounded_int4(weight: torch.Tensor, group: int = 32) -> PackedWeight:
         for size in _TRIED_STEPS:
             tried = _int4_steps(groups, largest * (-size / INT4_ZERO))
             # The error is the sum of squared weights less this, with the best scale for the steps.
-            common = (tried * unit).sum(2, keepdim=True)
-            squares = tried.square().sum(2, keepdim=True).clamp_min(1.0)
+            weighted = tried * shares
+            common = (weighted * unit).sum(2, keepdim=True)
+            squares = (weighted * tried).sum(2, keepdim=True).clamp_min(_TINY)
             explained = common.square() / squares
             is_better = explained > best
             found = torch.where(is_better, common / squares, found)

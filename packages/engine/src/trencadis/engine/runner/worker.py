@@ -23,6 +23,7 @@ from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.adapter_layers import AdapterLayers
 from trencadis.engine.models.declared_modules import read_pooling
+from trencadis.engine.models.layer_inputs import mean_squares_of_inputs
 from trencadis.engine.models.layer_reading import check_layers
 from trencadis.engine.models.loader import (
     ModelSpec,
@@ -168,7 +169,7 @@ class Worker:
             self.embedding_size = embedding_size(self._model)
         before = self._log_memory(f"Pre-loading model weights on {self._place}", before)
         if self.config.quantization != "none":
-            round_weights(self._model, self.config.quantization)
+            self._round_weights()
         self.device.kv_cache_dtype = CACHE_DTYPES.get(self.config.kv_cache_dtype)
         self.device.optimize(self._model)
         if self.config.enable_lora:
@@ -186,6 +187,14 @@ class Worker:
         self._programs = KeptPrograms()
         if self._programs_outlive:
             self._programs = self._program_store.of(self._model, self.config)
+
+    def _round_weights(self) -> None:
+        quantization = self.config.quantization
+        squares = None
+        has_states = any(layer.states for layer in self.spec.layers)
+        if quantization == "int4" and self._divided is None and not has_states:
+            squares = mean_squares_of_inputs(self._model)
+        round_weights(self._model, quantization, squares)
 
     def _make_slots(self) -> AdapterLayers:
         """Slots for adapters in the model's layers. Raises `ConfigError` for a model without."""
