@@ -24,8 +24,8 @@ def mean_squares_of_inputs(model: nn.Module) -> Mapping[int, torch.Tensor]:
     """fp32 ``[inputs]`` for each linear layer of a decoder that a forward pass calls, by its id.
 
     The pass has 512 tokens and no cache; the output head is left out. Models with layers that keep
-    a state, and parts of a rank, cannot be called like this. Empty for what is no model of
-    transformers.
+    a state, and parts of a rank, cannot be called like this. Empty for a module
+    that is not a model of transformers.
     """
     if not isinstance(model, PreTrainedModel):
         return {}
