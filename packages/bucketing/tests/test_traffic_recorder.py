@@ -215,3 +215,12 @@ def test_bad_arguments_are_an_error() -> None:
     assert (made.total, counted(made)) == (2, {(1, 1): 2})
     with pytest.raises(BucketingError, match="record both with the same axes"):
         made.merge(TrafficRecorder(("batch",)))
+
+
+def test_sixteen_axes_are_accepted_and_seventeen_are_not() -> None:
+    names = [f"axis{number}" for number in range(17)]
+    recorder = TrafficRecorder(names[:16])
+    recorder.record((1,) * 16)
+    assert recorder.total == 1
+    with pytest.raises(BucketingError, match="are more than 16"):
+        TrafficRecorder(names)

@@ -104,3 +104,9 @@ def test_a_switch_is_a_bool(setting: str, value: Any) -> None:
 def test_an_environment_is_a_mapping(environ: Any) -> None:
     with pytest.raises(ConfigError, match="environ must be of type Mapping"):
         WarmupConfig.from_env(environ)
+
+
+@pytest.mark.parametrize("text", ["1", "true", "TRUE", "yes", "0", "false", "No"])
+def test_a_switch_of_the_environment_has_these_spellings(text: str) -> None:
+    config = WarmupConfig.from_env({"VLLM_SKIP_WARMUP": text})
+    assert config.skip is (text.lower() in ("1", "true", "yes"))
