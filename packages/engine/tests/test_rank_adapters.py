@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,3 +78,54 @@ def test_ranks_compute_what_peft_does(
     whole = sum(path.stat().st_size for path in folders["a"].glob("*.safetensors"))
     (first,) = (each for each in core.adapters if each.name == "a")
     assert first.loaded.num_bytes == pytest.approx(whole, rel=0.2)
+
+
+@pytest.mark.slow
+def test_random_loads_and_aborts_over_two_ranks(
+    tiny_model: Path,
+    tmp_path: Path,
+    start: Callable[..., EngineCore],  # noqa: F811
+) -> None:
+    """Whatever is loaded, unloaded and aborted meanwhile, each request has the tokens of PEFT."""
+    folders = {
+        f"{rank}": save_adapter(tiny_model, tmp_path / f"{rank}", rank, rank, size=rank**-0.5)
+        for rank in (1, 4, 8, 17, 33)
+    }
+    reference = Reference(tiny_model, folders)
+    settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 40, "max_cpu_loras": 4}
+    core, draw = start(tiny_model, 2, **SMALL | settings | {"num_blocks": 30}), random.Random(7)
+    asked: dict[str, tuple[str | None, tuple[int, ...]]] = {}
+    found: dict[str, list[int]] = {}
+    loaded: set[str] = set()
+
+    def step() -> None:
+        for token in core.step():
+            found.setdefault(token.key, []).append(token.token_id)
+        assert not core.take_failures()
+
+    for number in range(300):
+        name = draw.choice(sorted(folders))
+        if name in loaded and draw.random() < 0.3:
+            core.unload_adapter(name)
+            loaded.remove(name)
+        elif name not in loaded and len(loaded) < 4:
+            with contextlib.suppress(AdapterError):  # what was unloaded may be in use
+                core.load_adapter(name, str(folders[name]))
+                loaded.add(name)
+        lora, prompt = draw.choice([None, *sorted(loaded)]), draw.choice(PROMPTS)
+        core.add(f"{number}", GenerateRequest(prompt, GREEDY, lora=lora))
+        asked[f"{number}"] = lora, prompt
+        if draw.random() < 0.2:
+            key = draw.choice(sorted(asked))
+            core.abort(key)
+            del asked[key]
+        while core.stats.num_waiting_reqs > 20 or draw.random() < 0.5:
+            step()
+    while core.has_work:
+        step()
+    for key, (lora, prompt) in asked.items():
+        assert found[key] == reference.tokens(lora, prompt, 8), (key, lora)
+    for name in loaded:
+        core.unload_adapter(name)
+    with pytest.raises(AdapterError, match="is not loaded"):
+        core.add("late", GenerateRequest(PROMPTS[0], GREEDY, lora="1"))
