@@ -43,8 +43,13 @@ def test_rows_get_the_products_of_their_slots(inputs: int, outputs: int, threads
     used = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = before.clone()
-        compute(rows[None], found[None], sorted_slots(slots), ranks, down, up)
+        found, unchanged = before.clone(), before.clone()
+        of_rows = sorted_slots(slots, ranks)
+        compute(rows[None], found[None], found[None], of_rows, down, up, 16)
+        apart = torch.full_like(before, torch.nan)
+        compute(rows[None], before[None], apart[None], of_rows, down, up, 16)
+        assert torch.equal(apart, found)
+        assert torch.equal(before, unchanged)
         for row, slot in enumerate(SLOTS):
             held = slice((slot - 1) * 16, (slot - 1) * 16 + RANKS[slot])
             added = torch.zeros(outputs)
@@ -55,8 +60,8 @@ def test_rows_get_the_products_of_their_slots(inputs: int, outputs: int, threads
                 found[row].float(), expected, rtol=0.01, atol=0.02 * inputs**0.5
             )
             alone = before[row : row + 1].clone()
-            own = sorted_slots(slots[row : row + 1])
-            compute(rows[row : row + 1], alone, own, ranks, down, up)
+            own = sorted_slots(slots[row : row + 1], ranks)
+            compute(rows[row : row + 1], alone, alone, own, down, up, 16)
             assert torch.equal(alone[0], found[row])
             if slot in (0, 4):
                 assert torch.equal(found[row], before[row])
@@ -75,7 +80,7 @@ def test_the_rows_of_other_slots_are_not_read() -> None:
     out = torch.zeros(5, 24).bfloat16()
     slots = torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32)
     ranks = torch.tensor([0, 3, 16], dtype=torch.int32)
-    compute(rows, out, sorted_slots(slots), ranks, down, up)
+    compute(rows, out, out, sorted_slots(slots, ranks), down, up, 16)
     assert out.isfinite().all()
 
 

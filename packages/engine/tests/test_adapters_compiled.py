@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.devices.cpu.device import CPUDevice
+from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
 from trencadis.engine.models.block_attention import BlockAttention
 
 RANKS = {"a": 4, "b": 16, "c": 33}
@@ -87,10 +88,10 @@ def test_programs_compute_what_peft_does(model: Path, folders: dict[str, Path]) 
 class OperatorCalls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
+        self.names.add(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -100,12 +101,12 @@ def test_a_batch_without_adapters_runs_the_program_without_them(
 ) -> None:
     core = core_of(model)
     core.load_adapter("a", str(folders["a"]))
-    for name, expected in ((None, 0), ("a", 3 * 7)):
+    for name in (None, "a"):
         core.add("r", GenerateRequest(PROMPTS[2], GREEDY, lora=name))
         core.step()
         with OperatorCalls() as calls:
             core.step()
-        assert calls.counts["trencadis.add_adapters.default"] == expected
+        assert ("trencadis.add_adapters.default" in calls.names) is (name is not None)
         finish(core)
     core.close()
 
@@ -115,21 +116,35 @@ def test_a_batch_without_adapters_runs_the_program_without_them(
 def test_in_bf16_they_compute_what_the_layers_do(
     quantization: str, make_tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """With the kernel of adapters, beside kernels of the weights."""
+    """Also where the calls of a decode step are recorded and made again with other adapters."""
     model = make_tiny_model(tmp_path / "model", hidden_size=96, initializer_range=0.1)
-    folder = save_adapter(model, tmp_path / "a", rank=8, size=0.3)
-    settings = {
-        "dtype": "bfloat16",
-        "quantization": quantization,
-        "lora_modules": {"a": str(folder)},
+    folders = {
+        name: save_adapter(model, tmp_path / name, rank, rank, size=0.3)
+        for name, rank in (("a", 8), ("b", 3), ("c", 20))
     }
-    scores = []
+    modules = {name: str(folder) for name, folder in folders.items()}
+    settings = {"dtype": "bfloat16", "quantization": quantization, "lora_modules": modules}
+    found = []
     for is_compiled in (True, False):
         core = core_of(model, compile=is_compiled, **settings)
-        first = [tokens[0] for _, tokens in sorted(serve(core, ("a", None)).items())]
-        scores.append(torch.tensor([token.logprobs.chosen.logprob for token in first]))
+        results = [serve(core, names) for names in (("a", None), ("b", "c"), ("c", "a", "b"))]
+        found.append([x for each in results for _, x in sorted(each.items())])
+        if is_compiled:
+            runs = core.executor.worker.runner.forward_runner._layer_runs
+            assert len(runs) == 4, "one token and more, without adapters and with them"
+            for run in runs.values():
+                assert isinstance(run, RecordedLayers)
+                assert not run._refused
+            assert runs[2, True]._lists
         core.close()
-    torch.testing.assert_close(*scores, atol=0.05, rtol=0)
+    errors = []
+    for ours, expected in zip(*found, strict=True):
+        for token, other in zip(ours, expected, strict=True):
+            if token.token_id != other.token_id:
+                break  # in bf16 two tokens may be as likely, and what follows differs
+            errors.append(abs(token.logprobs.chosen.logprob - other.logprobs.chosen.logprob))
+    assert len(errors) > 6 * len(found[0])
+    assert statistics.median(errors) < 0.02
 
 
 class InliningDevice(CPUDevice):

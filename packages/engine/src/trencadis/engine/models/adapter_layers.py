@@ -86,7 +86,7 @@ class AdaptedLinear(nn.Module):
             return out
         if self._as_operator and type(rows) is not torch.Tensor:  # it is being traced
             return add_in_program(rows, out, self.down, self.up)
-        return self._products.added(rows, out, of_tokens, self.down, self.up)
+        return self._products.added(rows, out, of_tokens, self.down, self.up, in_place=True)
 
 
 class AdapterLayers:
@@ -119,7 +119,7 @@ class AdapterLayers:
         self._kernel = kernel
         self.ranks = (max_rank,) if kernel is not None else ranks_up_to(max_rank)
         self._ranks = torch.zeros(1 + num_slots, dtype=torch.int32)
-        self._products = AdapterProducts(self._ranks, kernel)
+        self._products = AdapterProducts(kernel, max_rank)
         self._upload, self._end_copy = upload, end_copy
         self.num_loads = 0
         self.dtype = next(model.parameters()).dtype
@@ -215,7 +215,7 @@ class AdapterLayers:
         instead.
         """
         if self._kernel is not None:
-            return sorted_slots(slots)
+            return sorted_slots(slots, self._ranks)
         numbers = torch.arange(1, 1 + self.num_slots, device=slots.device)
         is_other = slots[:, None] != numbers
         return is_other[:, None].expand(-1, rank, -1).flatten(1)
@@ -230,10 +230,13 @@ def ranks_up_to(max_rank: int) -> tuple[int, ...]:
     return (*found, max_rank)
 
 
-def sorted_slots(slots: torch.Tensor) -> torch.Tensor:
-    """int32 ``[2, T]``: the tokens in the order of their slots, and these slots."""
+def sorted_slots(slots: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """int32 ``[3, T]``: the tokens in the order of their slots, these slots, and their ranks.
+
+    ``ranks``: of the slots from 0, int32 ``[1 + S]``.
+    """
     found, order = torch.sort(slots, stable=True)
-    return torch.stack((order, found)).int()
+    return torch.stack((order, found, ranks[found])).int()
 
 
 class _Place(NamedTuple):

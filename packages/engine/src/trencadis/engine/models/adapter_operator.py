@@ -22,21 +22,21 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 )
 
 AdapterKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None
 ]
-"""Adds to the results of a linear layer, in place, what the adapters of its rows compute.
+"""Adds to the results of a linear layer what the adapters of its rows compute.
 
-Arguments: rows and results ``[..., inputs]`` and ``[..., outputs]``; `sorted_slots` of the
-rows; the ranks of the slots from 0, int32 ``[1 + S]``; the layer's ``down`` and ``up``, in which
-the R rows of a slot follow each other."""
+Arguments: rows ``[..., inputs]``; results of the layer and, perhaps the same tensor, those with
+adapters, ``[..., outputs]``; `sorted_slots` of the rows; the layer's ``down`` and ``up``, in which
+the R rows of a slot follow each other; R."""
 
 
 @attrs.frozen(eq=False)
 class AdapterProducts:
-    """Computes what adapters add. ``ranks``: of the slots from 0, int32 ``[1 + S]``."""
+    """Computes what adapters add, of ``max_rank`` at most."""
 
-    ranks: torch.Tensor
     kernel: AdapterKernel | None
+    max_rank: int
 
     def added(
         self,
@@ -45,15 +45,18 @@ class AdapterProducts:
         of_tokens: torch.Tensor,
         down: torch.Tensor,
         up: torch.Tensor,
+        *,
+        in_place: bool,
     ) -> torch.Tensor:
         """The results ``out`` of a linear layer for ``rows``, and what adapters add to them.
 
-        ``of_tokens``: see `AdapterLayers.rows_of`. ``down``, ``up``: those of an `AdaptedLinear`. A
-        kernel changes ``out`` in place.
+        ``of_tokens``: see `AdapterLayers.rows_of`. ``down``, ``up``: those of an `AdaptedLinear`.
+        ``in_place``: ``out`` is needed no longer.
         """
         if self.kernel is not None:
-            self.kernel(rows, out, of_tokens, self.ranks, down, up)
-            return out
+            result = out if in_place else torch.empty_like(out)
+            self.kernel(rows, out, result, of_tokens, down, up, self.max_rank)
+            return result
         num_rows = of_tokens.shape[-1]
         inner = F.linear(rows, down[:num_rows])
         # Not a product: an overflow in another slot's rows would make it NaN.
@@ -89,8 +92,8 @@ def _add(
 ) -> torch.Tensor:
     if CURRENT.rows is None:
         raise RuntimeError("a program with adapters runs in a forward pass without any")
-    result = out.clone(memory_format=torch.contiguous_format)
-    return CURRENT.products.added(rows, result, CURRENT.rows, down, up)
+    given = (rows, out.contiguous(), CURRENT.rows, down, up)
+    return CURRENT.products.added(*given, in_place=False)
 
 
 _LIBRARY.impl(  # type: ignore[no-untyped-call]

@@ -339,8 +339,6 @@ class ForwardRunner:
                 self._by_tokens, self.takes_any_tokens = True, False
                 return self._compile_layers(batch, layers)
         run = layers.run_with(programs, recording)
-        if batch.shape.adapter_rank:
-            return run  # what a list of calls has is the same in each step, and no slots are
         own = layers.own_tensors(recording.paged)
         return self._device.record_layers(run, layers.of_layers(programs), own, layers.specs)
 

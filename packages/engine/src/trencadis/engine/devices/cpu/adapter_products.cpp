@@ -1,11 +1,12 @@
-// What adapters add to the results of a linear layer: y += (x D^T) U for each row, with the matrices of
-// the row's slot. Everything but sums is bf16; sums are fp32, and rounded once when they are added.
+// What adapters add to the results of a linear layer: y = z + (x D^T) U for each row, with the matrices
+// of the row's slot. Everything but sums is bf16; sums are fp32, and rounded once when they are added.
+// y may be z.
 //
 // A row reads the matrices of its own slot alone, so that its result does not depend on other rows. D is
-// [slots * most_rank, K] and U is [slots * most_rank, N], of which a slot has `ranks[slot]` rows. Slot 0
-// has none. `order` has the rows sorted by their slots, and `slots` has those slots: rows of the same
-// slot are computed together, and its matrices are read from memory once. `scratch` has
-// MOST * (K + 2 * most_rank) floats for each thread: nothing here allocates memory.
+// [slots * most_rank, K] and U is [slots * most_rank, N], of which a slot has as many rows as its rank.
+// Slot 0 has none. `order` has the rows sorted by their slots, `slots` and `ranks` have those of these
+// rows: rows of the same slot are computed together, and its matrices are read from memory once. `scratch`
+// has MOST * (K + 2 * most_rank) floats for each thread: nothing here allocates memory.
 
 #include <cstdint>
 #include <cstring>
@@ -69,10 +70,11 @@ constexpr int64_t RANKS = 1;
 
 constexpr int64_t COLUMNS = TOGETHER * LANES;  // results that `add` computes at once
 
-// Rows that are computed together: their inputs, and where their results are.
+// Rows that are computed together: their inputs, what is added to, and where their results are.
 template <int64_t ROWS>
 struct Rows {
     const Input* x[ROWS];
+    const Half* z[ROWS];
     Half* y[ROWS];
 };
 
@@ -165,7 +167,7 @@ static void add(
             for (int64_t b = 0; b < BLOCKS && n + b * STEP < N; b++) {
                 Half* to = rows.y[i] + n + b * STEP;
                 const int64_t left = N - n - b * STEP;
-                const __m512i before = halves(to, left);
+                const __m512i before = halves(rows.z[i] + n + b * STEP, left);
                 const __m512 lower = (__m512)_mm512_unpacklo_epi16(zero, before);
                 const __m512 upper = (__m512)_mm512_unpackhi_epi16(zero, before);
                 const __m512i after = _mm512_packus_epi32(
@@ -247,15 +249,15 @@ static void add(
         }
         for (int64_t i = 0; i < ROWS; i++)
             for (int64_t j = 0; j < TOGETHER; j++) {
-                Half* to = rows.y[i] + n + j * LANES;
-                store(to, widened(to) + sums[i][j]);
+                const int64_t place = n + j * LANES;
+                store(rows.y[i] + place, widened(rows.z[i] + place) + sums[i][j]);
             }
     }
     for (; n < N; n++)
         for (int64_t i = 0; i < ROWS; i++) {
             float sum = 0;
             for (int64_t r = 0; r < rank; r++) sum += inner[i * most_rank + r] * widened(up[r * N + n]);
-            rows.y[i][n] = narrowed(widened(rows.y[i][n]) + sum);
+            rows.y[i][n] = narrowed(widened(rows.z[i][n]) + sum);
         }
 }
 #endif
@@ -270,6 +272,7 @@ struct Matrices {
 // What all rows of a call have in common.
 struct Layer {
     const Half* x;
+    const Half* z;
     Half* y;
     const int32_t* order;
     const int32_t* slots;
@@ -278,17 +281,20 @@ struct Layer {
     const Half* up;
     int64_t K, N, most_rank;
 
-    Matrices of(int32_t slot) const {
-        if (slot == 0) return {down, up, 0};
-        const int64_t row = (slot - 1) * most_rank;
-        return {down + row * K, up + row * N, ranks[slot]};
+    Matrices none() const { return {down, up, 0}; }
+
+    // Those of the row at place `t`.
+    Matrices of(int64_t t) const {
+        if (slots[t] == 0) return none();
+        const int64_t row = (slots[t] - 1) * most_rank;
+        return {down + row * K, up + row * N, ranks[t]};
     }
 
     // ROWS rows from place `t` on, which have the same slot. `is_new`: its matrices were not read just
     // before. `next`: those that are read afterwards.
     template <int64_t ROWS>
     void compute(int64_t t, bool is_new, Matrices next, float* scratch) const {
-        const Matrices own = of(slots[t]);
+        const Matrices own = of(t);
         Rows<ROWS> rows;
         for (int64_t i = 0; i < ROWS; i++) {
             const Half* from = x + order[t + i] * K;
@@ -299,6 +305,7 @@ struct Layer {
             for (int64_t k = 0; k < K; k++) wide[k] = widened(from[k]);
             rows.x[i] = wide;
 #endif
+            rows.z[i] = z + order[t + i] * N;
             rows.y[i] = y + order[t + i] * N;
         }
         float* inner = scratch + ROWS * K;
@@ -323,12 +330,13 @@ struct Layer {
 }  // namespace
 
 extern "C" void add_adapters(
-    const Half* x, Half* y, const int32_t* order, const int32_t* slots, const int32_t* ranks,
-    const Half* down, const Half* up, float* scratch, int64_t num_rows, int64_t K, int64_t N,
-    int64_t most_rank, int64_t num_threads) {
-    const Layer layer = {x, y, order, slots, ranks, down, up, K, N, most_rank};
+    const Half* x, const Half* z, Half* y, const int32_t* order, const int32_t* slots,
+    const int32_t* ranks, const Half* down, const Half* up, float* scratch, int64_t num_rows, int64_t K,
+    int64_t N, int64_t most_rank, int64_t num_threads) {
+    const Layer layer = {x, z, y, order, slots, ranks, down, up, K, N, most_rank};
     int64_t start = 0;
-    while (start < num_rows && slots[start] == 0) start++;
+    for (; start < num_rows && slots[start] == 0; start++)
+        if (y != z) std::memcpy(y + order[start] * N, z + order[start] * N, N * sizeof(Half));
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(static)
     for (int64_t first = start; first < num_rows; first += MOST) {
         float* own = scratch + omp_get_thread_num() * MOST * (K + 2 * most_rank);
@@ -338,7 +346,7 @@ extern "C" void add_adapters(
             while (after < end && slots[after] == slots[t]) after++;
             const bool is_new = t == start || slots[t] != slots[t - 1];
             const bool ends = after < num_rows && slots[after] != slots[t];
-            layer.compute(t, after - t, is_new, layer.of(ends ? slots[after] : 0), own);
+            layer.compute(t, after - t, is_new, ends ? layer.of(after) : layer.none(), own);
             t = after;
         }
     }

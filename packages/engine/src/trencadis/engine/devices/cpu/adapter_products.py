@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
 from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
 from trencadis.engine.models.adapter_layers import sorted_slots
 from trencadis.engine.models.adapter_operator import AdapterKernel
@@ -38,27 +39,31 @@ def load_adapter_kernel(directory: Path | None = None, *, trusted: bool = False)
     ``directory`` and ``trusted`` are those of `load_kernel`.
     """
     function = load_kernel(_SOURCE, (), directory, trusted=trusted).add_adapters
-    function.argtypes, function.restype = (*[_POINTER] * 8, *[_INTEGER] * 5), None
+    function.argtypes, function.restype = (*[_POINTER] * 9, *[_INTEGER] * 5), None
 
     def compute(
         rows: torch.Tensor,
+        before: torch.Tensor,
         out: torch.Tensor,
-        order_and_slots: torch.Tensor,
-        ranks: torch.Tensor,
+        of_rows: torch.Tensor,
         down: torch.Tensor,
         up: torch.Tensor,
+        most_rank: int,
     ) -> None:
         # As few operations as can be: a step calls this for each linear layer.
         rows = rows.contiguous()
-        (most, inputs), outputs, num_rows = down.shape, up.shape[1], order_and_slots.shape[1]
-        most_rank, threads = most // (ranks.shape[0] - 1), torch.get_num_threads()
+        inputs, outputs, num_rows = down.shape[1], up.shape[1], of_rows.shape[1]
+        threads = torch.get_num_threads()
         scratch = rows.new_empty(_ROWS * threads, inputs + 2 * most_rank, dtype=torch.float32)
-        order = order_and_slots.data_ptr()
-        function(
-            *(rows.data_ptr(), out.data_ptr(), order, order + _INT32_BYTES * num_rows),
-            *(ranks.data_ptr(), down.data_ptr(), up.data_ptr(), scratch.data_ptr()),
-            *(num_rows, inputs, outputs, most_rank, threads),
+        first, size = of_rows.data_ptr(), _INT32_BYTES * num_rows
+        addresses = (
+            *(rows.data_ptr(), before.data_ptr(), out.data_ptr(), first, first + size),
+            *(first + 2 * size, down.data_ptr(), up.data_ptr(), scratch.data_ptr()),
         )
+        sizes = (num_rows, inputs, outputs, most_rank, threads)
+        function(*addresses, *sizes)
+        if is_recording():
+            note(address_of(function), (*map(Address, addresses), *sizes), (out, scratch))
 
     for shape in _TRIED:
         _try(compute, *shape)
@@ -75,8 +80,8 @@ def _try(compute: AdapterKernel, inputs: int, outputs: int) -> None:
     for row, slot in enumerate(slots.tolist()):
         held = slice((slot - 1) * 8, (slot - 1) * 8 + int(ranks[slot]))
         expected[row] += (rows[row].float() @ down[held].float().t()) @ up[held].float()
-    out = before.clone()
-    compute(rows, out, sorted_slots(slots), ranks, down, up)
+    out = torch.empty_like(before)
+    compute(rows, before, out, sorted_slots(slots, ranks), down, up, 8)
     error = ((out.float() - expected).abs().max() / expected.abs().max()).item()
     if not error <= _TOLERANCE or not torch.equal(out[slots == 0], before[slots == 0]):
         raise NoKernel(f"its result for {inputs} inputs is off by {error:.3g}")

@@ -42,7 +42,8 @@ from trencadis.engine.models.paged_context import DecodeContext, LayerCaches, La
 logger = logging.getLogger("trencadis.engine")
 
 _OPERATORS = frozenset(
-    f"trencadis.{name}.default" for name in ("tiled_linear", "tiled_linears", "paged_attention")
+    f"trencadis.{name}.default"
+    for name in ("add_adapters", "paged_attention", "tiled_linear", "tiled_linears")
 )
 """What a program may call besides its own kernels: these note their native calls."""
 
@@ -155,6 +156,8 @@ class RecordedLayers:
             return None
         try:
             given = layer_inputs(args, kwargs)
+            if paged.adapter_rows is not None:
+                given.append(paged.adapter_rows)
             key = (given[0].shape, torch.get_num_threads())
             calls = self._lists.get(key)
             if calls is None:
