@@ -17,17 +17,20 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from model_families import FAMILIES, save_family
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
-from trencadis.engine import LLM, ConfigError, SamplingParams
+from trencadis.engine import LLM, ConfigError, ModelError, SamplingParams
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import device as cpu_device
 from trencadis.engine.devices.cpu import native_kernel, tiled_linear
@@ -42,6 +45,8 @@ from trencadis.engine.devices.cpu.tiled_linear import (
     load_linear_kernel,
 )
 from trencadis.engine.models import rounded_weights
+from trencadis.engine.models.layer_inputs import mean_squares_of_inputs
+from trencadis.engine.models.loader import inspect_model, load_model
 from trencadis.engine.models.packed_weight import PackedWeight, QuantizedEmbedding, QuantizedLinear
 from trencadis.engine.models.rounded_weights import round_weights, rounded_int4, rounded_int8
 
@@ -811,6 +816,33 @@ def test_int4_weighs_errors_by_the_inputs_of_each_layer(
             own.shape == squares.shape and torch.allclose(own, squares, rtol=0.05)
             for own in expected
         )
+
+
+@pytest.mark.slow
+def test_the_inputs_of_every_family_are_measured(tmp_path: Path) -> None:
+    measured = 0
+    for family in FAMILIES:
+        try:
+            spec = inspect_model(str(save_family(family, tmp_path / family)))
+        except ModelError:  # it is not served
+            continue
+        if any(layer.states for layer in spec.layers):
+            continue
+        model = load_model(spec, torch.device("cpu"), torch.bfloat16, 64)
+        squares = mean_squares_of_inputs(model)
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear and module is not model.get_output_embeddings():
+                assert squares[id(module)].shape == (module.in_features,), (family, name)
+                assert squares[id(module)].isfinite().all(), (family, name)
+        measured += 1
+    assert measured > 30
+
+
+def test_the_inputs_of_a_model_of_few_positions_are_measured() -> None:
+    sizes = {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4, "word_embed_proj_dim": 64}
+    config = OPTConfig(vocab_size=100, num_hidden_layers=2, max_position_embeddings=64, **sizes)
+    squares = mean_squares_of_inputs(OPTForCausalLM(config).bfloat16())
+    assert len(squares) == 2 * 6
 
 
 @pytest.mark.parametrize("num_layers", [1, 9])

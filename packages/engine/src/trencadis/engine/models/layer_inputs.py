@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-_SEQUENCES, _TOKENS = 2, 256
+_TOKENS, _LENGTH = 512, 256
+"""In all, and of a sequence."""
+
 _SEED = 0
 """Of the tokens: each start rounds alike."""
 
@@ -35,8 +37,12 @@ def mean_squares_of_inputs(model: nn.Module) -> Mapping[int, torch.Tensor]:
         found[id(layer)] = given[0].detach().flatten(0, -2).float().square().mean(0)
 
     table: Any = model.get_input_embeddings()
+    config = model.config.get_text_config(decoder=True)
+    length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
     generator = torch.Generator().manual_seed(_SEED)
-    tokens = torch.randint(0, table.num_embeddings, (_SEQUENCES, _TOKENS), generator=generator)
+    tokens = torch.randint(
+        0, table.num_embeddings, (_TOKENS // length, length), generator=generator
+    )
     handles = [
         module.register_forward_pre_hook(note)
         for module in model.modules()

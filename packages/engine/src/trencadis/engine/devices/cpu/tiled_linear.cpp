@@ -220,14 +220,14 @@ struct Pairs {
     typedef int32_t Input;
     static constexpr int64_t OF_PAIR = 1;
 
-    template <int R>
-    static inline void add(Vector (&sums)[R][2], const Weight* weight, const int32_t* inputs) {
-        const __m512bh w0 = load_pairs(weight), w1 = load_pairs(weight + OF_VECTOR);
+    template <int R, int V>
+    static inline void add(Vector (&sums)[R][V], const Weight* weight, const int32_t* inputs) {
+        __m512bh w[V];
+        for (int v = 0; v < V; ++v) w[v] = load_pairs(weight + OF_VECTOR * v);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const __m512bh x = (__m512bh)_mm512_set1_epi32(inputs[r]);
-            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], w0, x);
-            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], w1, x);
+            for (int v = 0; v < V; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], w[v], x);
         }
     }
 
@@ -243,21 +243,20 @@ struct Floats {
     typedef float Input;
     static constexpr int64_t OF_PAIR = 2;
 
-    template <int R>
-    static inline void add(Vector (&sums)[R][2], const Weight* weight, const float* inputs) {
+    template <int R, int V>
+    static inline void add(Vector (&sums)[R][V], const Weight* weight, const float* inputs) {
         add_input<0>(sums, weight, inputs);
         add_input<1>(sums, weight, inputs + R);
     }
 
-    template <int INPUT, int R>
-    static inline void add_input(Vector (&sums)[R][2], const Weight* weight, const float* inputs) {
-        const Vector w0 = load_floats<INPUT>(weight);
-        const Vector w1 = load_floats<INPUT>(weight + OF_VECTOR);
+    template <int INPUT, int R, int V>
+    static inline void add_input(Vector (&sums)[R][V], const Weight* weight, const float* inputs) {
+        Vector w[V];
+        for (int v = 0; v < V; ++v) w[v] = load_floats<INPUT>(weight + OF_VECTOR * v);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const Vector x = repeated(inputs[r]);
-            sums[r][0] = product_added(w0, x, sums[r][0]);
-            sums[r][1] = product_added(w1, x, sums[r][1]);
+            for (int v = 0; v < V; ++v) sums[r][v] = product_added(w[v], x, sums[r][v]);
         }
     }
 
@@ -270,60 +269,71 @@ struct Floats {
 };
 
 // Adds the sums of a group of inputs to those of all, as numbers: the sums of integers are scaled.
-template <int R>
-static inline void add_group(Vector (&totals)[R][2], const Vector (&sums)[R][2],
-                             const Block& block, int64_t group) {
-    for (int half = 0; half < 2; ++half) {
+template <int R, int V>
+static inline void add_group(Vector (&totals)[R][V], const Vector (&sums)[R][V],
+                             const Block& block, int64_t group, int first) {
+    for (int v = 0; v < V; ++v) {
 #if BITS == 16
-        (void)group;
+        (void)group, (void)first;
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) totals[r][half] = sums[r][half] + totals[r][half];
+        for (int r = 0; r < R; ++r) totals[r][v] = sums[r][v] + totals[r][v];
 #else
-        const int64_t place = group * COLUMNS + LANES * half;
+        const int64_t place = group * COLUMNS + LANES * (first + v);
         const Vector scale = block.scales.scale(place);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
-            totals[r][half] = product_added(sums[r][half], scale, totals[r][half]);
+            totals[r][v] = product_added(sums[r][v], scale, totals[r][v]);
         if (block.scales.shifts == nullptr) continue;
         const Vector shift = loaded(block.scales.shifts + place);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const Vector of_inputs = repeated(block.input_sums[group * R + r]);
-            totals[r][half] = product_added(of_inputs, shift, totals[r][half]);
+            totals[r][v] = product_added(of_inputs, shift, totals[r][v]);
         }
 #endif
     }
 }
 
-template <class Products, int R>
-static void compute(const Block& block) {
-    Vector totals[R][2];
+// Of `V` vectors of a tile, from `first` on.
+template <class Products, int R, int V>
+static inline void compute_vectors(const Block& block, int first) {
+    Vector totals[R][V];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        totals[r][0] = block.bias[0];
-        totals[r][1] = block.bias[1];
-    }
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) totals[r][v] = block.bias[first + v];
     const auto* inputs = (const typename Products::Input*)block.inputs;
-    const Weight* weight = block.weight;
+    const Weight* weight = block.weight + OF_VECTOR * first;
     const char* ahead = block.ahead;
     const int64_t step = block.step;
     for (int64_t group = 0; group < block.groups; ++group) {
-        Vector sums[R][2];
+        Vector sums[R][V];
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = repeated(0);
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < V; ++v) sums[r][v] = repeated(0);
         for (int64_t p = 0; p < block.pairs; ++p, weight += OF_TILE, ahead += step) {
             _mm_prefetch(ahead, _MM_HINT_T0);
             if (step > 64) _mm_prefetch(ahead + 64, _MM_HINT_T0);
             Products::add(sums, weight, inputs);
             inputs += R * Products::OF_PAIR;
         }
-        add_group(totals, sums, block, group);
+        add_group(totals, sums, block, group, first);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-        for (int half = 0; half < 2; ++half)
-            store(block.out + r * block.num_outputs + LANES * half, totals[r][half],
-                  block.used[half]);
+        for (int v = 0; v < V; ++v)
+            store(block.out + r * block.num_outputs + LANES * (first + v), totals[r][v],
+                  block.used[first + v]);
+}
+
+template <class Products, int R>
+static void compute(const Block& block) {
+    // The sums of a group and those of all must both fit the registers.
+    if (BITS == 16 || block.groups == 1 || R <= MOST / 2) {
+        compute_vectors<Products, R, 2>(block, 0);
+    } else {
+        compute_vectors<Products, R, 1>(block, 0);
+        compute_vectors<Products, R, 1>(block, 1);
+    }
 }
 
 // The sums of each group of inputs, [groups, rows], for groups `from` to `to` of rows [R, K].
