@@ -1,6 +1,7 @@
 """What KV events cost a step of the engine core: alone, and with subscribers.
 
     python benchmarks/kv_events.py [--rounds 12] [--sequences 32]
+    python benchmarks/kv_events.py --small-model --rounds 3      # the default model in bf16 instead
 
 Cores that differ in nothing but their events serve the same requests in turns, in one process:
 ``off``, and events with no subscriber, with one that reads all, and with one that has stopped
@@ -34,7 +35,13 @@ import torch
 import zmq
 from core_step import make_model
 
-from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
+from trencadis.engine import (
+    EngineConfig,
+    EngineCore,
+    GenerateRequest,
+    SamplingParams,
+    default_model,
+)
 from trencadis.engine.runner.executor_choice import make_executor
 from trencadis.engine.runner.step import PendingStep, StepInput, StepResult
 
@@ -126,7 +133,7 @@ def make_core(model: str, sequences: int, endpoint: str | None, *, empty: bool) 
     settings = {"enable_kv_cache_events": True, "endpoint": endpoint, "hwm": SENT_AHEAD}
     config = EngineConfig(
         model=model,
-        dtype="float32",
+        dtype="bfloat16",
         max_model_len=1024,
         max_num_seqs=sequences,
         max_num_batched_tokens=2048,
@@ -162,17 +169,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--small-model", action="store_true", help="execute the default model")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("| execution | work | events | step | step of off | thread | process |")
     print("|---|---|---|--:|--:|--:|--:|")
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        make_model(directory)
-        for execution in ("empty", "model"):
+        model = default_model() if options.small_model else directory
+        if not options.small_model:
+            make_model(directory)
+        for execution in ("model",) if options.small_model else ("empty", "model"):
             cases = {}
             for name in SUBSCRIBERS:
                 endpoint = None if name == "off" else f"ipc://{directory}/{execution}-{name}"
-                core = make_core(directory, options.sequences, endpoint, empty=execution == "empty")
+                core = make_core(model, options.sequences, endpoint, empty=execution == "empty")
                 stack.callback(core.close)
                 if endpoint and name != "none":
                     stack.enter_context(subscriber(endpoint, reads=name == "present"))
