@@ -127,9 +127,12 @@ def test_a_step_reads_no_further_than_the_ranks_of_its_adapters(
 
     found = {name: cost(core, name) for name in (None, "a", "b", "c", None)}
     layers = core.executor.worker.adapters.layers.shapes.values()
+    num_graphs = core.stats.num_graphs
     core.close()
     plain = core_of(tiny_model, enable_lora=False, max_loras=1, max_lora_rank=16, **one_bucket)
     assert found[None] == cost(plain, None)
+    assert num_graphs == 3 * plain.stats.num_graphs
+    assert (num_graphs > 0) is (mode == "lazy")
     plain.close()
     num_bytes = 4 * 2 * sum(map(sum, layers))
     for name, rank in {"a": 16, "b": 64, "c": 16}.items():
