@@ -192,7 +192,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.devices.cpu": [
         {"native_kernel", "numa", "onednn_linear", "threads"},
         {"native_calls"},
-        {"adapter_products", "attention", "state_scan", "tiled_linear"},
+        {"adapter_products", "attention", "rank_sums", "state_scan", "tiled_linear"},
         {"recorded_layers"},
         {"device"},
     ],

@@ -311,8 +311,9 @@ def test_an_error_of_all_ranks_is_that_of_the_step(
 ) -> None:
     processes, connections, _ = played
     sent = processes.send_step(4, ())
-    for connection in connections:
-        connection.sendall(encode(Answer(1, error=ModelError("no memory"))))
+    message = encode(Answer(1, error=ModelError("no memory")))
+    connections[0].sendall(message)
+    threading.Timer(0.2, connections[1].sendall, (message,)).start()
     with pytest.raises(ModelError, match="no memory"):
         processes.step_answer(sent, LIMIT_SECONDS)
     assert not processes._failure

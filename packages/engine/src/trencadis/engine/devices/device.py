@@ -18,6 +18,7 @@ from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.loader import ModelSpec
 from trencadis.engine.models.packed_weight import WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention, LayerRun
+from trencadis.engine.models.rank_part import RankPart
 
 
 class Graph(abc.ABC):
@@ -142,6 +143,13 @@ class Device(abc.ABC):
         """The host's cores of each of ``size`` ranks; nothing where they may use all."""
         del size
         return ()
+
+    def join_ranks(self, memory: int, part: RankPart, limit_s: float) -> None:  # noqa: B027
+        """Called once the process group is made, in each rank.
+
+        ``memory``: a file in memory, without content, that all ranks have open. ``limit_s``: how
+        long a collective call may wait.
+        """
 
     @abc.abstractmethod
     def free_memory(self) -> int:

@@ -7,13 +7,19 @@ pass on the same tokens, so all come to each of these calls in the same order. A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the shapes of the operations' results
 from torch import nn
+
+_LIBRARY = torch.library.Library("trencadis", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+Sums = Callable[[torch.Tensor], torch.Tensor | None]
+
+_sums: Sums | None = None
 
 _collectives: Any = torch.ops._c10d_functional
 """PyTorch's collective calls as operations, which can be traced into a program."""
@@ -31,10 +37,44 @@ def most_over_ranks(number: int) -> int:
     return -least_over_ranks(-number)
 
 
+def use_sums(sums: Sums | None) -> None:
+    """Let `sum_over_ranks` compute by ``sums``, in all ranks; None: by the process group.
+
+    ``sums`` returns None for a tensor that it does not sum.
+    """
+    global _sums  # noqa: PLW0603  (the process has one group, and so one way)
+    _sums = sums
+
+
 def sum_over_ranks(part: torch.Tensor) -> torch.Tensor:
     """The sum of the ranks' tensors."""
+    if _sums is not None:
+        return torch.ops.trencadis.sum_over_ranks(part)  # type: ignore[no-any-return]
+    return _sum_of_group(part)
+
+
+def _sum_of_group(part: torch.Tensor) -> torch.Tensor:
     summed = _collectives.all_reduce(part.contiguous(), "sum", _all_ranks())
     return _collectives.wait_tensor(summed)  # type: ignore[no-any-return]
+
+
+def _own_sum(part: torch.Tensor) -> torch.Tensor:
+    """`sum_over_ranks` as an operation, which can be traced into a program."""
+    summed = None if _sums is None else _sums(part)
+    return _sum_of_group(part) if summed is None else summed
+
+
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "sum_over_ranks(Tensor part) -> Tensor"
+)
+_LIBRARY.impl(  # type: ignore[no-untyped-call]
+    "sum_over_ranks", _own_sum, "CompositeExplicitAutograd"
+)
+torch.library.register_fake(
+    "trencadis::sum_over_ranks",
+    lambda part: torch.empty_like(part, memory_format=torch.contiguous_format),
+    lib=_LIBRARY,
+)
 
 
 def gather_from_ranks(part: torch.Tensor) -> torch.Tensor:

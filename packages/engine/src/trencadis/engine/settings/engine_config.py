@@ -332,7 +332,7 @@ class EngineConfig(CapacitySettings):
         metavar="N",
         group=MODEL,
         help="processes that divide each layer, on cpu or hpu; memory settings are "
-        "for all of them together",
+        "for all together",
     )
     kv_cache_memory: int | None = setting_field(
         None,
@@ -520,7 +520,7 @@ class EngineConfig(CapacitySettings):
         one_of(("off", "auto")),
         "--cpu-numa",
         group=MODEL,
-        help="auto: a rank for each NUMA node, on its cores, on cpu",
+        help="auto: a rank per NUMA node, on cpu",
     )
     fp32_softmax: bool = setting_field(
         False,

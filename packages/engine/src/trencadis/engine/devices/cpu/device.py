@@ -19,6 +19,7 @@ from trencadis.engine.devices.cpu.native_calls import Replayer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.numa import node_cores, rank_cores
 from trencadis.engine.devices.cpu.onednn_linear import OneDNNLinear, onednn_packs_bf16
+from trencadis.engine.devices.cpu.rank_sums import RankSums
 from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
 from trencadis.engine.devices.cpu.state_scan import FUNCTIONS, NativeScan
 from trencadis.engine.devices.cpu.threads import (
@@ -45,7 +46,8 @@ from trencadis.engine.models.packed_weight import (
 )
 from trencadis.engine.models.paged_context import Attention, LayerRun
 from trencadis.engine.models.quantized_cache import CACHE_DTYPES
-from trencadis.engine.models.rank_modules import least_over_ranks
+from trencadis.engine.models.rank_modules import least_over_ranks, use_sums
+from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.models.replaced_layers import FoundLayer, layers_of, replace_layers
 from trencadis.engine.models.state_layers import StateLayers, state_layers_of
 
@@ -112,6 +114,16 @@ class CPUDevice(Device):
     @classmethod
     def rank_cores(cls, size: int) -> Sequence[Sequence[int]]:
         return rank_cores(node_cores(), size)
+
+    def join_ranks(self, memory: int, part: RankPart, limit_s: float) -> None:
+        """Sum through shared memory, where each rank has the kernel."""
+        sums: RankSums | None = None
+        try:
+            sums = RankSums(memory, part, limit_s, self._kernels, trusted=self._trusted)
+        except NoKernel as error:
+            logger.info("Sums over ranks have no kernel of their own and are slower: %s", error)
+        if least_over_ranks(int(sums is not None)):
+            use_sums(sums)
 
     def free_memory(self) -> int:
         available = int(psutil.virtual_memory().available)

@@ -33,7 +33,7 @@ class Start:
 
     ``store``: the file in which the ranks find each other. ``limit_s``: seconds that a collective
     call may wait for the other ranks. ``log_level``, ``log_format``: those of the core. ``board``:
-    what the process has inherited of it.
+    what the process has inherited of it. ``sums``: a file in memory, for `Device.join_ranks`.
     """
 
     config: EngineConfig
@@ -44,6 +44,7 @@ class Start:
     log_level: int
     log_format: str | None
     board: BoardFiles
+    sums: int
 
 
 @attrs.frozen

@@ -7,6 +7,7 @@ closed that only the core has the other end of.
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 import os
 import pickle
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from trencadis.engine.errors import EngineError, RankError
 from trencadis.engine.ipc.messages import BUSY_SECONDS
@@ -94,6 +96,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the core to handle
     # transformers would load the parts onto an accelerator that PyTorch sees.
     torch._C._get_accelerator = lambda *_: torch.device("cpu")
+    # Or transformers makes process groups for each model, whose threads and sockets nothing ends.
+    vars(dist)["init_device_mesh"] = functools.cache(device_mesh.init_device_mesh)
     reader = MessageReader(connection)
     try:
         start: Start = reader.receive()
@@ -142,6 +146,7 @@ def _joined(start: Start, store: Path) -> InProcessExecutor | EngineError:
         world_size=start.part.size,
         timeout=datetime.timedelta(seconds=limit_s),
     )
+    device.join_ranks(start.sums, start.part, limit_s)
     return executor
 
 

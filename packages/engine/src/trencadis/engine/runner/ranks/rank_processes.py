@@ -107,6 +107,7 @@ class RankProcesses:
         """By the numbers of the calls that `answers` was not asked for yet: what has arrived."""
         self.num_messages = self.num_bytes = 0
         self._board = StepBoard(len(environments))
+        sums = os.memfd_create("trencadis-sums")
         directory = Path(tempfile.mkdtemp(prefix="trencadis-ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[socket.socket] = []
@@ -117,16 +118,17 @@ class RankProcesses:
             for rank, environment in enumerate(environments):
                 board = self._board.files_of(rank)
                 own = cores[rank] if cores else ()
-                self._start_process((pipe, board.memory, board.event), environment, own)
+                self._start_process((pipe, board.memory, board.event, sums), environment, own)
                 part = RankPart(rank, len(environments))
                 is_recorded = records and rank == 0
-                start = _start(config, part, is_recorded, directory / "store", limit_s, board)
+                start = _start(config, part, is_recorded, directory / "store", limit_s, board, sums)
                 self._connections[rank].sendall(encode(start))
         except BaseException:
             self._end()
             raise
         finally:
             os.close(pipe)
+            os.close(sums)
         self._connect(self._connections)
 
     @property
@@ -417,13 +419,14 @@ def _start(
     store: Path,
     limit_s: float,
     board: BoardFiles,
+    sums: int,
 ) -> Start:
     root = logging.getLogger()
     formatter = root.handlers[0].formatter if root.handlers else None
     is_percent = isinstance(getattr(formatter, "_style", None), logging.PercentStyle)
     layout = getattr(formatter, "_fmt", None) if is_percent else None
     level = logger.getEffectiveLevel()
-    return Start(config, part, records, str(store), limit_s, level, layout, board)
+    return Start(config, part, records, str(store), limit_s, level, layout, board, sums)
 
 
 def _end_all(
