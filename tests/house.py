@@ -83,7 +83,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"block_key", "errors", "lru_bytes", "rounding", "tier"},
         {"cache_events", "copy_plan", "disk_tier", "host_tier", "testing", "validators"},
         {"config", "copiers", "state_slots"},
-        {"prefix_cache", "state_cache"},
+        {"layer_groups", "prefix_cache", "state_cache"},
         {"block_pool", "decode_layout", "tensors"},
         {"sequences"},
         {"transfers"},

@@ -136,10 +136,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 `SIZES`; an ellipsis for what it does not say."""
 
 
-def save_family(name: str, directory: Path) -> Path:
-    """A checkpoint of a family in fp32, without a tokenizer."""
+def save_family(name: str, directory: Path, **others: Any) -> Path:
+    """A checkpoint of a family in fp32, without a tokenizer. ``others``: changes of its sizes."""
     model_type, changes = FAMILIES[name]
     torch.manual_seed(0)
+    changes = changes | others
     settings = {name: value for name, value in (SIZES | changes).items() if value is not ...}
     config = AutoConfig.for_model(model_type, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from trencadis.bucketing import BucketingConfig
 from trencadis.engine import LLM, GenerateRequest, SamplingParams
+from trencadis.engine.runner import cache_sizing
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.warmup import Phase
 
@@ -45,11 +46,13 @@ def test_tokens_are_those_of_transformers_whatever_the_engine_does(
         model.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist()
         for prompt in PROMPTS
     ]
+    several = SESSION_DEVICE is None and family != "Mistral v0.1"
     llm = LLM(
         str(tmp_path),
         **{"dtype": "float32", "max_model_len": 64, "warmup": "none", "block_size": 8},
-        **{"max_num_batched_tokens": 12, "num_blocks": 19},
+        **{"max_num_batched_tokens": 12, "num_blocks": 40 if several else 19},
     )
+    assert (len(llm.core.facts.windows) > 1) == several
     for _ in range(2):  # the second time the prompts that were last are in the prefix cache
         answers = llm.generate(PROMPTS, GREEDY)
         assert [list(answer.completions[0].token_ids) for answer in answers] == expected
@@ -80,8 +83,7 @@ def test_a_sequence_holds_the_blocks_of_its_window_alone(mistral: Path) -> None:
     while core.has_work:
         core.step()
         held.append(core.blocks.pool.num_used_blocks)
-    assert max(held) == 13, "the blocks of the prompt, which are there before it is computed"
-    assert held[-6] == 5, "four of a window, and a part of a further one"
+    assert max(held) == 5, "four of a window, and a part of a further one"
 
 
 @pytest.mark.slow
@@ -110,7 +112,7 @@ def test_groups_that_give_blocks_back_share_swap_and_fork_them(
         small = {"num_blocks": num_blocks, "num_host_blocks": 40}
         narrow = [tokens(params), tokens(params, **small)]
         with monkeypatch.context() as patch:
-            patch.setattr("trencadis.engine.core.engine_core.window_of_all", lambda *_: None)
+            patch.setattr(cache_sizing, "seen_tokens", lambda layers, _: [None] * len(layers))
             assert narrow == [tokens(params)] * 2
 
 

@@ -351,7 +351,8 @@ CONFIG = {
     "num_host_blocks": "number",
     "enable_prefix_caching": "flag",
     "decode_buckets": "sizes",
-    "window": "number",
+    "windows": "sizes",
+    "tokens_ahead": "number",
 }
 
 

@@ -672,7 +672,7 @@ def test_a_slot_can_get_its_token_until_it_is_computed() -> None:
 
 def test_a_long_sequence_holds_the_blocks_of_its_window() -> None:
     """32,768 tokens with a window of 1,024 in blocks of 128: 8 blocks and a part, not 256."""
-    manager = BlockManager(CacheConfig(num_blocks=300, block_size=128, window=1024))
+    manager = BlockManager(CacheConfig(num_blocks=300, block_size=128, windows=(1024,)))
     manager.allocate(1, range(32768))
     for end in range(2048, 32769, 2048):
         manager.mark_computed(1, end)
@@ -686,7 +686,7 @@ def test_a_long_sequence_holds_the_blocks_of_its_window() -> None:
 
 
 def test_a_prefix_hit_needs_what_the_window_sees() -> None:
-    manager = make(num_blocks=6, window=5)
+    manager = make(num_blocks=6, windows=(5,))
     compute(manager, 1, PROMPT[:9])
     assert table(manager, 1) == [0, 2, 3]
     assert manager.allocate(2, PROMPT[:9]) == 8, "the first block is not needed"

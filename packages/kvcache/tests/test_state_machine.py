@@ -31,6 +31,7 @@ from trencadis.kvcache import (
     AllocStatus,
     BandwidthGovernor,
     BlockManager,
+    BlockPool,
     CacheConfig,
     CopyPlan,
     DecodeLayout,
@@ -89,6 +90,11 @@ PROMPTS = st.builds(
 )
 """Prompts of up to 18 tokens that often have a common prefix."""
 
+WINDOWS = st.lists(st.sampled_from([None, None, 1, 2, 4, 5, 7, 11]), min_size=1, max_size=3).map(
+    lambda windows: tuple(sorted(windows, key=lambda window: -(window or 99)))
+)
+"""Those of one to three block groups."""
+
 
 class CacheMachine(RuleBasedStateMachine):
     manager: BlockManager
@@ -104,7 +110,8 @@ class CacheMachine(RuleBasedStateMachine):
         governed=st.booleans(),
         threshold=st.integers(0, 2),
         keep_from=st.sampled_from([0.0, 0.05, 2.0]),
-        window=st.sampled_from([None, None, 1, 2, 4, 5, 7, 11]),
+        windows=WINDOWS,
+        tokens_ahead=st.sampled_from([None, 1, 3, 4, 9]),
         shared_within=st.sampled_from([0, 2, 4, 7]),
     )
     def start(
@@ -118,7 +125,8 @@ class CacheMachine(RuleBasedStateMachine):
         governed: bool,
         threshold: int,
         keep_from: float,
-        window: int | None,
+        windows: tuple[int | None, ...],
+        tokens_ahead: int | None,
         shared_within: int,
     ) -> None:
         config = CacheConfig(
@@ -128,7 +136,8 @@ class CacheMachine(RuleBasedStateMachine):
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=caching,
             decode_buckets=buckets,
-            window=window,
+            windows=windows,
+            tokens_ahead=tokens_ahead,
         )
         governor = BandwidthGovernor(bytes_per_block=10, bytes_per_s=10, window_s=2)
         self.manager = BlockManager(
@@ -167,11 +176,11 @@ class CacheMachine(RuleBasedStateMachine):
         verdict = self.manager.can_allocate(prompt, **extra)
         seq_id, self.next_id = self.next_id, self.next_id + 1
         if verdict is not AllocStatus.OK:
-            if ceil_div(len(prompt), SIZE) > self.manager.pool.num_usable_blocks:
+            if self.manager.config.num_blocks_for(len(prompt)) > self.pool.num_usable_blocks:
                 assert verdict is AllocStatus.NEVER
             else:
                 assert verdict is AllocStatus.LATER
-                assert self.manager.pool.num_used_blocks > 0
+                assert self.pool.num_used_blocks > 0
             return
         cached = self.manager.allocate(seq_id, prompt, **extra)
         assert 0 <= cached < len(prompt)
@@ -185,7 +194,7 @@ class CacheMachine(RuleBasedStateMachine):
         seq_id, model = self.pick(data)
         todo = len(model.tokens) - model.computed
         if self.manager.is_resident(seq_id) and todo:
-            self.compute(seq_id, model.computed + max(1, round(share * todo)))
+            self.compute_in_steps(seq_id, model.computed + max(1, round(share * todo)))
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=6))
@@ -193,25 +202,29 @@ class CacheMachine(RuleBasedStateMachine):
         seq_id, model = self.pick(data)
         if not self.manager.is_resident(seq_id):
             return
-        self.compute(seq_id, len(model.tokens))
+        if not self.compute_in_steps(seq_id, len(model.tokens)):
+            return
         needed = self.manager.blocks_to_append(seq_id, len(tokens))
-        free = self.manager.pool.num_free_blocks
+        free = self.pool.num_free_blocks
         if needed > free:
             with pytest.raises(OutOfBlocks):
                 self.manager.append(seq_id, tokens)
             assert self.manager.num_tokens(seq_id) == len(model.tokens)
             return
         self.plan.add(Direction.WITHIN, self.manager.append(seq_id, tokens))
-        assert self.manager.pool.num_free_blocks == free - needed
+        assert self.pool.num_free_blocks == free - needed
         model.tokens += tokens
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), token=st.integers(0, 1))
     def append_before_the_token_is_known(self, data: st.DataObject, token: int) -> None:
         seq_id, model = self.pick(data)
-        if not self.manager.is_resident(seq_id) or not self.manager.pool.num_free_blocks:
+        if not self.manager.is_resident(seq_id):
             return
-        self.compute(seq_id, len(model.tokens))
+        if not self.compute_in_steps(seq_id, len(model.tokens)):
+            return
+        if self.manager.blocks_to_append(seq_id) > self.pool.num_free_blocks:
+            return
         self.plan.add(Direction.WITHIN, self.manager.append(seq_id, [-1]))
         self.manager.set_last_token(seq_id, token)
         model.tokens.append(token)
@@ -226,14 +239,18 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.manager.is_resident(seq_id):
             return
         num_tokens = max(1, round(share * len(model.tokens)))
-        if self.first_seen(num_tokens) // SIZE < self.num_passed(seq_id):
+        if any(
+            self.first_seen(num_tokens, group) // SIZE < self.num_passed(seq_id, group)
+            for group in self.groups
+        ):
             with pytest.raises(InvalidSetting, match="was given back"):
                 self.manager.truncate(seq_id, num_tokens)
             return
         self.manager.truncate(seq_id, num_tokens)
         del model.tokens[num_tokens:]
         model.computed = min(model.computed, num_tokens)
-        assert len(self.manager.block_table(seq_id)) == ceil_div(num_tokens, SIZE)
+        for group in self.groups:
+            assert len(self.manager.block_table(seq_id, group)) <= ceil_div(num_tokens, SIZE)
         with pytest.raises(InvalidSetting, match="append adds slots"):
             self.manager.truncate(seq_id, num_tokens + 1)
 
@@ -247,7 +264,8 @@ class CacheMachine(RuleBasedStateMachine):
         if model.computed < len(model.tokens):
             with pytest.raises(NotComputed):
                 self.manager.fork(seq_id, child)
-            self.compute(seq_id, len(model.tokens))
+            if not self.compute_in_steps(seq_id, len(model.tokens)):
+                return
         self.manager.fork(seq_id, child)
         self.model[child] = attrs.evolve(model, tokens=list(model.tokens))
 
@@ -300,16 +318,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def defragment(self) -> None:
-        used = self.manager.pool.num_used_blocks
+        used = self.pool.num_used_blocks
         for _ in range(10):
-            before, is_due = self.manager.pool.highest_used_block, self.defragmenter.is_due()
+            before, is_due = self.pool.highest_used_block, self.defragmenter.is_due()
             plan = self.defragmenter.defragment()
             assert (plan is not None) == is_due
             if plan is None:
                 break
             self.plan.add(Direction.WITHIN, plan.padded_copies)
-            assert self.manager.pool.num_used_blocks == used
-            assert self.manager.pool.highest_used_block == plan.highest_after
+            assert self.pool.num_used_blocks == used
+            assert self.pool.highest_used_block == plan.highest_after
             if not self.shared_within:
                 assert before - self.defragmenter.config.threshold > used
                 assert plan.highest_after == used
@@ -319,7 +337,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def check_places_of_shared_blocks(self) -> None:
         """None beyond the first has twice as many sequences as one that has a place there."""
-        tables = [self.manager.block_table(seq).tolist() for seq in self.model]
+        tables = self.all_tables()
         holders = Counter(block for table in tables for block in set(table) - {0})
         beyond = [n for block, n in holders.items() if n > 1 and block >= self.shared_within]
         if self.shared_within and beyond:
@@ -331,7 +349,7 @@ class CacheMachine(RuleBasedStateMachine):
         if chance != 7:
             return
         self.manager.reset_prefix_cache()
-        assert self.manager.pool.num_cached_blocks == 0
+        assert self.pool.num_cached_blocks == 0
         self.generation += 1
 
     @rule()
@@ -345,13 +363,10 @@ class CacheMachine(RuleBasedStateMachine):
     def blocks_are_accounted_for(self) -> None:
         if not hasattr(self, "manager"):
             return
-        pool, host_pool = self.manager.pool, self.manager.host_pool
+        pool, host_pool = self.pool, self.manager.host_pool
         swapper = self.manager._swapper
         refs = Counter(
-            block
-            for seq_id in self.model
-            for block in self.manager.block_table(seq_id).tolist()
-            if block != PADDING_BLOCK
+            block for table in self.all_tables() for block in table if block != PADDING_BLOCK
         )
         refs.update(transfer.device_block for transfer in swapper.outgoing)
         for block in range(1, pool.num_blocks):
@@ -362,7 +377,8 @@ class CacheMachine(RuleBasedStateMachine):
         hosts = Counter(
             host
             for seq_id in self.model
-            for host in self.manager._sequences[seq_id].host_block_table or ()
+            for group in self.manager._sequences[seq_id].groups
+            for host in group.host_block_table or ()
             if host != PASSED
         )
         hosts.update(transfer.host_block for transfer in swapper.incoming)
@@ -385,14 +401,26 @@ class CacheMachine(RuleBasedStateMachine):
     def layout_covers_the_batch(self) -> None:
         if not hasattr(self, "manager"):
             return
-        batch = [seq_id for seq_id in self.model if self.manager.is_resident(seq_id)]
-        tables = [self.manager.block_table(seq_id) for seq_id in batch]
-        num_tokens = [self.manager.num_tokens(seq_id) for seq_id in batch]
-        highest = max((int(block) for table in tables for block in table), default=0)
-        for num_shared in (0, highest // 2, highest + 1):
-            self.check_layout(batch, lay_out(tables, num_tokens, SIZE, None, num_shared))
+        resident = [seq_id for seq_id in self.model if self.manager.is_resident(seq_id)]
+        for group in self.groups:
+            batch = [seq_id for seq_id in resident if self.has_all_blocks(seq_id, group)]
+            tables = [self.manager.block_table(seq_id, group) for seq_id in batch]
+            num_tokens = [self.manager.num_tokens(seq_id) for seq_id in batch]
+            highest = max((int(block) for table in tables for block in table), default=0)
+            for num_shared in (0, highest // 2, highest + 1):
+                layout = lay_out(tables, num_tokens, SIZE, None, num_shared)
+                self.check_layout(batch, group, layout)
 
-    def check_layout(self, batch: list[int], layout: DecodeLayout) -> None:
+    @invariant()
+    def no_more_blocks_are_held_than_a_window_needs(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for group, most in enumerate(self.manager.config.most_window_blocks):
+            for seq_id in self.model:
+                table = self.manager.block_table(seq_id, group)
+                assert most is None or np.count_nonzero(table) <= most
+
+    def check_layout(self, batch: list[int], group: int, layout: DecodeLayout) -> None:
         pairs = [
             (block, row, used)
             for block, (row, used) in enumerate(zip(layout.owner, layout.used, strict=True))
@@ -406,7 +434,7 @@ class CacheMachine(RuleBasedStateMachine):
         expected = [
             (block, row, min(SIZE, self.manager.num_tokens(seq_id) - position * SIZE))
             for row, seq_id in enumerate(batch)
-            for position, block in enumerate(self.manager.block_table(seq_id))
+            for position, block in enumerate(self.manager.block_table(seq_id, group))
             if block != PADDING_BLOCK
         ]
         assert sorted(pairs) == sorted(expected)
@@ -416,9 +444,9 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for seq_id in self.model:
             self.manager.free(seq_id)
-        assert self.manager.pool.num_free_blocks == self.manager.pool.num_usable_blocks
+        assert self.pool.num_free_blocks == self.pool.num_usable_blocks
         assert self.manager.host_pool.num_free_blocks == self.manager.config.num_host_blocks
-        assert self.manager.pool.highest_used_block == 0
+        assert self.pool.highest_used_block == 0
 
     # ---- helpers ----
 
@@ -432,44 +460,79 @@ class CacheMachine(RuleBasedStateMachine):
             return []
         return data.draw(st.lists(st.sampled_from(candidates), unique=True, min_size=1))
 
+    @property
+    def pool(self) -> BlockPool:
+        return self.manager.pool
+
+    @property
+    def groups(self) -> range:
+        return range(len(self.manager.config.windows))
+
+    def all_tables(self) -> list[list[int]]:
+        return [
+            self.manager.block_table(seq_id, group).tolist()
+            for seq_id in self.model
+            for group in self.groups
+        ]
+
+    def has_all_blocks(self, seq_id: int, group: int) -> bool:
+        """Whether all tokens have blocks, which `append` gives them in part."""
+        num_blocks = ceil_div(self.manager.num_tokens(seq_id), SIZE)
+        return len(self.manager.block_table(seq_id, group)) == num_blocks
+
+    def compute_in_steps(self, seq_id: int, end: int) -> bool:
+        """Compute the slots up to ``end``, as many at once as have blocks. False: blocks lack."""
+        model, ahead = self.model[seq_id], self.manager.config.tokens_ahead
+        while model.computed < end:
+            if self.manager.blocks_to_append(seq_id, 0) > self.pool.num_free_blocks:
+                with pytest.raises(OutOfBlocks):
+                    self.manager.append(seq_id, [])
+                return False
+            assert not self.manager.append(seq_id, []), "without tokens nothing is written"
+            self.compute(seq_id, end if ahead is None else min(end, model.computed + ahead))
+        return True
+
     def compute(self, seq_id: int, end: int) -> None:
-        """A forward pass that computes the slots up to ``end``."""
+        """A forward pass that computes the slots up to ``end``. Each group has its own values."""
         self.flush()
         model = self.model[seq_id]
         values = fingerprints(model.tokens, model.tenant)
-        table = self.manager.block_table(seq_id)
-        for position in range(model.computed, end):
-            block, slot = int(table[position // SIZE]), position % SIZE
-            assert self.manager.pool.ref_count(block) == 1, "a shared block is written"
-            for layer in range(LAYERS):
-                self.cache.key(layer)[block, 0, slot, 0] = values[position] + layer
-                self.cache.value(layer)[block, 0, slot, 0] = -values[position] - layer
+        for group in self.groups:
+            table = self.manager.block_table(seq_id, group)
+            for position in range(model.computed, end):
+                block, slot = int(table[position // SIZE]), position % SIZE
+                assert self.pool.ref_count(block) == 1, "a shared block is written"
+                for layer in range(LAYERS):
+                    value = values[position] + layer + group / 8
+                    self.cache.key(layer)[block, 0, slot, 0] = value
+                    self.cache.value(layer)[block, 0, slot, 0] = -value
         self.manager.mark_computed(seq_id, end)
         model.computed = end
 
-    def first_seen(self, num_computed: int) -> int:
+    def first_seen(self, num_computed: int, group: int) -> int:
         """The first position that a token after so many sees."""
-        window = self.manager.config.window
+        window = self.manager.config.windows[group]
         return 0 if window is None else max(0, num_computed - window + 1)
 
-    def num_passed(self, seq_id: int) -> int:
+    def num_passed(self, seq_id: int, group: int) -> int:
         """The blocks of a sequence on the device that were given back."""
-        table = self.manager.block_table(seq_id).tolist()
+        table = self.manager.block_table(seq_id, group).tolist()
         count = table.count(PADDING_BLOCK)
         assert not any(table[:count])
         return count
 
     def check_contents(self, seq_id: int, model: Model) -> None:
         """All that is seen is there, and nothing else is held."""
-        table = torch.tensor(self.manager.block_table(seq_id).tolist())
-        seen = slice(self.first_seen(model.computed), model.computed)
-        assert self.num_passed(seq_id) == seen.start // SIZE
-        expected = fingerprints(model.tokens, model.tenant)[seen]
-        for layer in range(LAYERS):
-            keys = self.cache.key(layer)[table].flatten()[seen]
-            values = self.cache.value(layer)[table].flatten()[seen]
-            assert torch.equal(keys, expected + layer)
-            assert torch.equal(values, -expected - layer)
+        for group in self.groups:
+            table = torch.tensor(self.manager.block_table(seq_id, group).tolist())
+            seen = slice(self.first_seen(model.computed, group), model.computed)
+            assert self.num_passed(seq_id, group) == seen.start // SIZE
+            expected = fingerprints(model.tokens, model.tenant)[seen] + group / 8
+            for layer in range(LAYERS):
+                keys = self.cache.key(layer)[table].flatten()[seen]
+                values = self.cache.value(layer)[table].flatten()[seen]
+                assert torch.equal(keys, expected + layer)
+                assert torch.equal(values, -expected - layer)
 
 
 def run_machine(examples: int, steps: int) -> None:

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from trencadis.kvcache import (
     PADDING_BLOCK,
@@ -106,24 +108,45 @@ class Memory:
         self.states[scheduled.state_slot] = (*before, *scheduled.token_ids)
         return before
 
-    def context(self, scheduled: ScheduledSequence) -> list[int | None]:
-        """The tokens before those that are scheduled, as the block table gives them."""
+    def context(
+        self,
+        scheduled: ScheduledSequence,
+        windows: Sequence[int | None] = (None,),
+        known: Sequence[int] = (),
+    ) -> list[int | None]:
+        """The tokens before those that are scheduled, as the block tables give them.
+
+        Those that the windows of all block groups have passed are ``known``.
+        """
         num_blocks = ceil_div(scheduled.start, self.block_size)
-        tokens: list[int | None] = []
-        for block in scheduled.block_table[:num_blocks].tolist():
-            tokens += self.device[block]
-        return tokens[: scheduled.start]
+        context: list[int | None] = list(known[: scheduled.start])
+        for table, window in zip(_tables(scheduled), windows, strict=True):
+            tokens: list[int | None] = []
+            for block in table[:num_blocks].tolist():
+                tokens += self.device[block]
+            first = 0 if window is None else max(0, scheduled.start - window + 1)
+            seen = tokens[first : scheduled.start]
+            if window is None:
+                context = seen
+            assert seen == context[first:], "a group has other tokens"
+        return context
 
     def write(self, scheduled: ScheduledSequence) -> None:
         """Write the scheduled tokens to their slots."""
         size = self.block_size
-        for position, token in enumerate(scheduled.token_ids, scheduled.start):
-            block = int(scheduled.block_table[position // size])
-            assert block != PADDING_BLOCK, "no sequence has the padding block"
-            self.device[block][position % size] = token
+        for table in _tables(scheduled):
+            for position, token in enumerate(scheduled.token_ids, scheduled.start):
+                block = int(table[position // size])
+                assert block != PADDING_BLOCK, "no sequence has the padding block"
+                self.device[block][position % size] = token
 
     def _unwritten(self) -> Block:
         return [None] * self.block_size
+
+
+def _tables(scheduled: ScheduledSequence) -> tuple[npt.NDArray[np.int32], ...]:
+    """The block table of each group."""
+    return (scheduled.block_table, *scheduled.further_tables)
 
 
 @attrs.define
@@ -193,11 +216,13 @@ class Runner:
         seq_ids = [scheduled.seq_id for scheduled in (*output.decodes, *output.prompts)]
         assert len(seq_ids) == len(set(seq_ids)), "a sequence is scheduled once"
         keeps_states = self.scheduler._group_blocks.state_slots is not None
+        windows = self.scheduler._blocks.config.windows
         self.memory.carry_out(output)
         results = Results()
         for scheduled in (*output.decodes, *output.prompts):
             known = self._with_pending_token(scheduled)
-            context = self.memory.context(known)
+            tokens = self.scheduler._states.sequences[known.seq_id].token_ids
+            context = self.memory.context(known, windows, tokens)
             self.memory.write(known)
             if keeps_states:
                 assert self.memory.advance(known) == tuple(context), "a state has other tokens"

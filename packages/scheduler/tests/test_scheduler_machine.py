@@ -91,6 +91,8 @@ class Machine(RuleBasedStateMachine):
         most_forced=st.sampled_from([0, 0, 2, 9]),
         max_steps_in_flight=st.integers(1, 2),
         max_adapters=st.none() | st.integers(1, 2),
+        windows=st.sampled_from([(None,), (None,), (6,), (None, 6), (None, 9, 2)]),
+        appends_ahead=st.booleans(),
     )
     def configure(
         self,
@@ -107,14 +109,19 @@ class Machine(RuleBasedStateMachine):
         most_forced: int,
         max_steps_in_flight: int,
         max_adapters: int | None,
+        windows: tuple[int | None, ...],
+        appends_ahead: bool,
     ) -> None:
+        steps_in_flight = 1 if most_forced else max_steps_in_flight
         governor = BandwidthGovernor(1, RATE, WINDOW_S) if limited else None
         self.blocks = BlockManager(
             CacheConfig(
-                num_blocks=num_blocks,
+                num_blocks=1 + (num_blocks - 1) * len(windows),
                 block_size=SIZE,
                 num_host_blocks=num_host_blocks,
                 enable_prefix_caching=sharing,
+                windows=windows,
+                tokens_ahead=budget * steps_in_flight if appends_ahead else None,
             ),
             governor=governor,
         )
@@ -130,7 +137,7 @@ class Machine(RuleBasedStateMachine):
             max_bypasses=3,
             force_evict_hold_s=2.0,
             # Tokens that are forced must be known before the next step is scheduled.
-            max_steps_in_flight=1 if most_forced else max_steps_in_flight,
+            max_steps_in_flight=steps_in_flight,
             max_adapters=max_adapters,
         )
         self.now = 100.0

@@ -34,6 +34,7 @@ from trencadis.kvcache.errors import (
     UnknownSequence,
 )
 from trencadis.kvcache.host_tier import HostTier
+from trencadis.kvcache.layer_groups import LayerGroups, group_layers
 from trencadis.kvcache.manager import AllocStatus, BlockManager
 from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher, decode_extra_keys
 from trencadis.kvcache.remapper import BlockRemapper
@@ -76,6 +77,7 @@ __all__ = [
     "InvalidBlock",
     "InvalidSetting",
     "KVCacheError",
+    "LayerGroups",
     "MissingExtra",
     "NotComputed",
     "NotResident",
@@ -93,6 +95,7 @@ __all__ = [
     "UnknownSequence",
     "ceil_div",
     "decode_extra_keys",
+    "group_layers",
     "lay_out",
     "lay_out_pairs",
     "num_passed_blocks",

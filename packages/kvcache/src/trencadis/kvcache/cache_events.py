@@ -1,7 +1,8 @@
 """What enters and leaves the prefix cache, for hosts that tell others, such as a router.
 
 Changes are told by content: a block that moves to another place is none, nor is content that came
-and went between two calls. So what is kept until the next call is bounded by the cache.
+and went between two calls. So what is kept until the next call is bounded by the cache. Of several
+block groups those of the first are told, whose layers see the most tokens.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class CacheRecorder:
 
     def store(self, key: BlockKey) -> None:
         """Content is cached from now on."""
+        if key.group:
+            return
         gone = self._removed.get(key.digest)
         if gone is not None and gone.same_as(key):
             del self._removed[key.digest]
@@ -51,6 +54,8 @@ class CacheRecorder:
 
     def drop(self, key: BlockKey) -> None:
         """Content is cached no longer."""
+        if key.group:
+            return
         if self._stored.pop(key.digest, None) is None:
             self._removed[key.digest] = key
 

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from trencadis.kvcache.errors import InvalidSetting
+from trencadis.kvcache.rounding import ceil_div, most_window_blocks
 from trencadis.kvcache.validators import (
     Validator,
     boolean,
@@ -57,6 +58,14 @@ def as_tuple(numbers: Iterable[int]) -> tuple[int, ...]:
         return numbers  # type: ignore[return-value]
 
 
+def as_windows(windows: Iterable[int | None]) -> tuple[int | None, ...]:
+    """``windows`` as a tuple. What gives no tuple is left for the validator."""
+    try:
+        return tuple(None if window is None else plain_number(window) for window in windows)
+    except (TypeError, OverflowError):
+        return windows  # type: ignore[return-value]
+
+
 def _is_power_of_two(value: object) -> bool:
     return is_integer(value) and value > 0 and not value & (value - 1)
 
@@ -78,10 +87,26 @@ NUM_BLOCKS = integer(
 NUM_HOST_BLOCKS = integer(
     0, MAX_NUM_BLOCKS, remedy="0 turns swapping off; for more host memory use larger blocks"
 )
-WINDOW = Validator(
+MAX_GROUPS = 256
+"""Most block groups of a cache."""
+
+WINDOWS = Validator(
+    f"1 to {MAX_GROUPS} positive numbers of tokens or None, in descending order after the Nones",
+    lambda windows: (
+        isinstance(windows, tuple)
+        and 0 < len(windows) <= MAX_GROUPS
+        and all(window is None or (is_integer(window) and window > 0) for window in windows)
+        and all(
+            above is None or (below is not None and below <= above)
+            for above, below in pairwise(windows)
+        )
+    ),
+    remedy="pass the window of each block group, as group_layers gives them",
+)
+TOKENS_AHEAD = Validator(
     "a positive number of tokens or None",
     lambda tokens: tokens is None or (is_integer(tokens) and tokens > 0),
-    remedy="pass the largest window of the model's layers",
+    remedy="pass the tokens that steps without results compute of a sequence at most",
 )
 DECODE_BUCKETS = Validator(
     "positive and strictly ascending",
@@ -123,12 +148,23 @@ class CacheConfig:
     enable_prefix_caching: bool = _setting(
         True, boolean(), "Whether prompts share the blocks of a common prefix."
     )
-    window: int | None = attrs.field(
-        default=None,
-        validator=WINDOW,
+    windows: tuple[int | None, ...] = attrs.field(
+        default=(None,),
+        converter=as_windows,
+        validator=WINDOWS,
         metadata={
-            "help": "The last tokens, with itself, that a token attends to in any layer, None if "
-            "one sees all; blocks that no later token sees are given back."
+            "help": "Of each block group, the last tokens, with itself, that a token attends to in "
+            "any of its layers, None if one sees all; blocks that no later token sees are given "
+            "back. A block holds the layers of one group, and a sequence has a table for each."
+        },
+    )
+    tokens_ahead: int | None = attrs.field(
+        default=None,
+        validator=TOKENS_AHEAD,
+        metadata={
+            "help": "Tokens after the computed ones of a sequence that have blocks in groups with "
+            "a window: those that steps without results compute at most. `BlockManager.append` "
+            "adds blocks for others. None: all tokens have blocks."
         },
     )
     record_events: bool = _setting(
@@ -145,6 +181,23 @@ class CacheConfig:
             "runtime without a defragmenter."
         },
     )
+
+    @property
+    def most_window_blocks(self) -> tuple[int | None, ...]:
+        """Of each group, how many blocks a sequence has at most; None: those of all its tokens."""
+        ahead = self.tokens_ahead
+        return tuple(
+            None
+            if window is None or ahead is None
+            else most_window_blocks(window, ahead, self.block_size)
+            for window in self.windows
+        )
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """The most blocks, in all groups, that a sequence has until it has so many tokens."""
+        of_all = ceil_div(num_tokens, self.block_size)
+        most = self.most_window_blocks
+        return sum(of_all if each is None else min(of_all, each) for each in most)
 
 
 @attrs.frozen(kw_only=True)

@@ -7,6 +7,7 @@ in the order in which they were returned (see `CopyPlan`).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Hashable, Sequence
 from enum import Enum
 from math import isfinite
@@ -20,6 +21,7 @@ from trencadis.kvcache.copy_plan import BlockCopy, Copies, SwapCopies, as_block_
 from trencadis.kvcache.errors import CannotCopy, InvalidBlock, InvalidSetting, OutOfBlocks
 from trencadis.kvcache.prefix_cache import (
     PREFIX_KEYS,
+    Hits,
     PrefixCache,
     PrefixKeys,
     RequestHasher,
@@ -29,6 +31,7 @@ from trencadis.kvcache.rounding import ceil_div, num_passed_blocks
 from trencadis.kvcache.sequences import (
     BlockIds,
     BlockReferences,
+    GroupState,
     SequenceState,
     SequenceTable,
 )
@@ -91,7 +94,13 @@ class BlockManager:
         self.pool = BlockPool(config.num_blocks, config.decode_buckets, recorders)
         self.host_pool = HostBlockPool(config.num_host_blocks)
         self._block_size = config.block_size
-        self._window = config.window
+        self._num_groups = len(config.windows)
+        self._has_windows = any(window is not None for window in config.windows)
+        self._holds_all = config.windows == (None,)
+        # Whether blocks are lacking only past the last one of one table.
+        self._appends_at_end = self._num_groups == 1 and (
+            config.tokens_ahead is None or not self._has_windows
+        )
         self._watermark_blocks = int(config.watermark * self.pool.num_usable_blocks)
         self._references = BlockReferences(self.pool, config.block_size)
         self._swapper = Swapper(self._references, self.host_pool, config.block_size, governor)
@@ -99,7 +108,7 @@ class BlockManager:
             self.pool.prefix_index,
             self.hasher,
             enabled=config.enable_prefix_caching,
-            window=config.window,
+            windows=config.windows,
         )
         self._sequences = SequenceTable()
 
@@ -115,15 +124,21 @@ class BlockManager:
             "would give away the same blocks. Make one with its config"
         )
 
-    def block_table(self, seq_id: int) -> BlockIds:
+    def block_table(self, seq_id: int, group: int = 0) -> BlockIds:
         """The device blocks of a sequence in token order: a read-only ``int32[num_blocks]`` view.
 
-        First come as many padding blocks 0 as blocks were given back: see `CacheConfig.window`.
+        They hold the layers of a block group. First come as many padding blocks 0 as blocks were
+        given back: see `CacheConfig.windows`.
 
         The view is valid until the sequence grows or moves, so read it again in every step. The
-        table of a swapped sequence is empty.
+        table of a swapped sequence is empty. Raises `InvalidSetting` for a group that is not there.
         """
-        return self._sequences.find(seq_id).block_table.view
+        sequence = self._sequences.find(seq_id)
+        if type(group) is int and not group:
+            return sequence.block_table.view
+        remedy = "pass the number of a block group"
+        group = integer(0, self._num_groups - 1, remedy=remedy).checked("group", group)
+        return sequence.groups[group].block_table.view
 
     def num_tokens(self, seq_id: int) -> int:
         """The number of slots of a sequence."""
@@ -142,15 +157,15 @@ class BlockManager:
     ) -> int:
         """The number of leading full blocks of a request that are in the prefix cache.
 
-        With `CacheConfig.window` those that no later token sees need not be there. With
+        Those that no later token sees by `CacheConfig.windows` need not be there. With
         ``num_tokens``, the length of the prompt: those that `allocate` would share, which leaves at
         least one token to compute. Raises `InvalidSetting` for a length below 0.
         """
-        keys = PREFIX_KEYS.checked("prefix_keys", prefix_keys).blocks
+        num_blocks = len(PREFIX_KEYS.checked("prefix_keys", prefix_keys).blocks)
         if num_tokens is not None:
             num_tokens = _NUM_TOKENS.checked("num_tokens", num_tokens)
-            keys = keys[: max(0, num_tokens - 1) // self._block_size]
-        return len(self._prefix_cache.hits(keys))
+            num_blocks = min(num_blocks, max(0, num_tokens - 1) // self._block_size)
+        return len(self._prefix_cache.hits(prefix_keys, num_blocks)[0])
 
     def can_allocate(
         self,
@@ -165,7 +180,8 @@ class BlockManager:
 
         NEVER: the prompt needs more blocks than the cache has. LATER: it would leave fewer free
         blocks than the watermark and ``num_spare`` together. The watermark does not apply while no
-        block is used, so without spare blocks LATER always ends. Raises `InvalidSetting` as
+        block is used, so without spare blocks LATER always ends. Where `append` adds blocks while
+        the prompt is computed, the most that it has at a time count. Raises `InvalidSetting` as
         `allocate` does.
         """
         if type(num_spare) is not int or num_spare < 0:
@@ -178,7 +194,14 @@ class BlockManager:
             return AllocStatus.OK if needed <= available else AllocStatus.LATER
         tokens = as_token_array(token_ids)
         _, hits = self._prefix_cache.match(tokens, prefix_keys, extra_keys)
-        needed -= sum(block == PADDING_BLOCK or self.pool.ref_count(block) > 0 for block, _ in hits)
+        num_blocks = ceil_div(len(tokens), self._block_size)
+        needed = 0
+        for of_group, most in zip(hits, self.config.most_window_blocks, strict=True):
+            of_others = sum(
+                block == PADDING_BLOCK or self.pool.ref_count(block) > 0 for block, _ in of_group
+            )
+            own = num_blocks - of_others
+            needed += own if most is None else min(own, most)
         return AllocStatus.OK if needed <= available else AllocStatus.LATER
 
     def allocate(
@@ -191,6 +214,9 @@ class BlockManager:
         reads_cache: bool = True,
     ) -> int:
         """Allocate slots for all of ``token_ids``; returns the number of cached tokens.
+
+        With `CacheConfig.tokens_ahead`, slots of groups with a window get their blocks in part from
+        `append`, which is to be called before each step that computes tokens.
 
         The sequence shares the blocks of the longest cached prefix. At least one token is left to
         compute, because its logits are needed: if the prefix cache holds the full prompt, the last
@@ -214,26 +240,47 @@ class BlockManager:
         tokens = as_token_array(token_ids)
         keys, hits = self._prefix_cache.match(tokens, prefix_keys, extra_keys)
         if not reads_cache:
-            hits = []
-        num_new = ceil_div(len(tokens), self._block_size) - len(hits)
-        shared = [block for block, _ in hits if block != PADDING_BLOCK]
-        self._require_free(num_new + sum(self.pool.ref_count(block) == 0 for block in shared))
+            hits = [()] * self._num_groups
+        sequence = self._new_sequence(seq_id, tokens, keys.extra, hits)
+        groups, num_hits = sequence.groups, len(hits[0])
+        num_new = [
+            group.num_blocks_for(len(tokens), self._block_size) - num_hits for group in groups
+        ]
+        shared = [block for of_group in hits for block, _ in of_group if block != PADDING_BLOCK]
+        self._require_free(sum(num_new) + sum(self.pool.ref_count(block) == 0 for block in shared))
         if reads_cache:
-            self.pool.reuse.record_misses(keys.blocks[len(hits) :])
-        num_cached_tokens = len(hits) * self._block_size
-        sequence = SequenceState(
-            seq_id=seq_id,
-            token_ids=tokens,
-            num_computed_tokens=num_cached_tokens,
-            keys=[key for _, key in hits] if self._prefix_cache.enabled else None,
-            extra=keys.extra,
-            num_passed=len(hits) - len(shared),
-        )
-        self._references.allocate_table(sequence, [block for block, _ in hits], num_new)
-        for _, key in hits:
-            key.hits += 1
+            self.pool.reuse.record_misses(keys.blocks[num_hits:])
+        # All hits first: an allocation could evict them.
+        for group, of_group in zip(groups, hits, strict=True):
+            self._references.share_prefix(group, [block for block, _ in of_group])
+            for _, key in of_group:
+                key.hits += 1
+        for group, count in zip(groups, num_new, strict=True):
+            self._references.extend(group, count)
         self._sequences[seq_id] = sequence
-        return num_cached_tokens
+        return num_hits * self._block_size
+
+    def _new_sequence(
+        self, seq_id: int, tokens: array[int], extra: bytes, hits: Sequence[Hits]
+    ) -> SequenceState:
+        """The state of a sequence with these cached blocks, to which it has no references yet."""
+        num_computed, caches = len(hits[0]) * self._block_size, self._prefix_cache.enabled
+        further = tuple(
+            GroupState(tokens, num_computed, [key for _, key in of_group] if caches else None)
+            for of_group in hits[1:]
+        )
+        keys = [key for _, key in hits[0]] if caches else None
+        sequence = SequenceState(
+            tokens, num_computed, keys, seq_id=seq_id, extra=extra, further=further
+        )
+        if self._has_windows:
+            for group, window, of_group in zip(
+                sequence.groups, self.config.windows, hits, strict=True
+            ):
+                if window is not None:
+                    group.window, group.tokens_ahead = window, self.config.tokens_ahead
+                    group.num_passed = sum(block == PADDING_BLOCK for block, _ in of_group)
+        return sequence
 
     def mark_computed(self, seq_id: int, num_tokens: int) -> None:
         """Record that the first ``num_tokens`` slots of a sequence on the device are computed.
@@ -259,29 +306,47 @@ class BlockManager:
                 keys, new_blocks, sequence.token_ids, sequence.extra
             )
         sequence.num_computed_tokens = num_tokens
-        if self._window is not None:
-            num_passed = num_passed_blocks(num_tokens, self._window, self._block_size)
-            self._references.release_passed(sequence, num_passed)
+        if not self._holds_all:
+            self._mark_in_groups(sequence, num_tokens)
+
+    def _mark_in_groups(self, sequence: SequenceState, num_tokens: int) -> None:
+        """The part of `mark_computed` that several groups and windows need."""
+        keys = sequence.keys
+        for number, group in enumerate(sequence.further, 1):
+            group.num_computed_tokens = num_tokens
+            if keys is not None and group.keys is not None and len(keys) > len(group.keys):
+                new_blocks = group.block_table.view[len(group.keys) : len(keys)].tolist()
+                self._prefix_cache.cache_in_group(number, group.keys, new_blocks, keys)
+        for group in sequence.groups:
+            if group.window is not None:
+                num_passed = num_passed_blocks(num_tokens, group.window, self._block_size)
+                if num_passed > group.num_passed:
+                    self._references.release_passed(group, num_passed)
 
     def blocks_to_append(self, seq_id: int, num_tokens: int = 1) -> int:
-        """The number of free blocks that `append` of ``num_tokens`` needs.
+        """The number of free blocks that `append` of ``num_tokens`` needs, in all groups.
 
         Includes the copy-on-write of a shared last block. The sequence must be on the device.
         """
         sequence = self._sequences.resident(seq_id)
         if type(num_tokens) is not int or num_tokens < 0:
             num_tokens = _NUM_TOKENS.checked("num_tokens", num_tokens)
-        return sum(self._append_needs(sequence, num_tokens))
+        if self._appends_at_end:
+            return sum(self._append_needs(sequence, num_tokens))
+        return sum(sum(self._group_needs(group, num_tokens)) for group in sequence.groups)
 
     def append(self, seq_id: int, token_ids: Sequence[int]) -> Copies:
         """Allocate slots for new tokens of a sequence on the device.
 
-        Returns the copy to carry out before the forward pass: a copy-on-write if the last block is
-        partial and shared with a fork. Raises `OutOfBlocks`, or `InvalidSetting` for token ids that
-        are not 32-bit integers.
+        Returns the copies to carry out before the forward pass: a copy-on-write in each group if
+        the last block is partial and shared with a fork. With `CacheConfig.tokens_ahead` earlier
+        slots, too, get blocks in groups with a window, also without new tokens. Raises
+        `OutOfBlocks`, or `InvalidSetting` for token ids that are not 32-bit integers.
         """
         sequence = self._sequences.resident(seq_id)
         tokens = as_token_array(token_ids)
+        if not self._appends_at_end:
+            return self._append_in_groups(sequence, tokens)
         copies_last, num_new = self._append_needs(sequence, len(tokens))
         copies: Copies = ()
         if copies_last or num_new:
@@ -290,6 +355,21 @@ class BlockManager:
                 copies = (self._references.copy_on_write(sequence),)
             for position in range(len(sequence.block_table), len(sequence.block_table) + num_new):
                 sequence.block_table.append(self._references.allocate(sequence, position))
+        sequence.token_ids.extend(tokens)
+        return copies
+
+    def _append_in_groups(self, sequence: SequenceState, tokens: array[int]) -> Copies:
+        """`append` where there are several groups, or tokens without blocks."""
+        groups = sequence.groups
+        needs = [self._group_needs(group, len(tokens)) for group in groups]
+        self._require_free(sum(map(sum, needs)))
+        copies = tuple(
+            self._references.copy_on_write(group)
+            for group, (copies_last, _) in zip(groups, needs, strict=True)
+            if copies_last
+        )
+        for group, (_, num_new) in zip(groups, needs, strict=True):
+            self._references.extend(group, num_new)
         sequence.token_ids.extend(tokens)
         return copies
 
@@ -313,7 +393,7 @@ class BlockManager:
 
         For tokens that were appended ahead and do not stay, such as rejected drafts. Their blocks
         are released. Raises `InvalidSetting` for less than one token or more than there are, and
-        where a block that the next token sees was given back (`CacheConfig.window`).
+        where a block that the next token sees was given back (`CacheConfig.windows`).
         """
         sequence = self._sequences.resident(seq_id)
         num_slots = len(sequence.token_ids)
@@ -323,23 +403,27 @@ class BlockManager:
                 f"num_tokens must be at most the {num_slots} slots of sequence {seq_id}, got "
                 f"{num_tokens}: append adds slots"
             )
-        if sequence.num_passed and self._window is not None:
-            num_passed = num_passed_blocks(num_tokens, self._window, self._block_size)
-            if num_passed < sequence.num_passed:
+        groups = sequence.groups
+        for group in groups:
+            if not group.num_passed or group.window is None:
+                continue
+            num_passed = num_passed_blocks(num_tokens, group.window, self._block_size)
+            if num_passed < group.num_passed:
                 raise InvalidSetting(
                     f"the token after {num_tokens} of sequence {seq_id} sees block {num_passed}, "
                     "which was given back: truncate only tokens that are not computed"
                 )
         del sequence.token_ids[num_tokens:]
-        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
-        for _ in range(len(sequence.block_table) - ceil_div(num_tokens, self._block_size)):
-            self._references.release_last(sequence)
         num_full = num_tokens // self._block_size
-        if sequence.keys is not None and len(sequence.keys) > num_full:
-            del sequence.keys[num_full:]
-            # The rest of the last block is written again, so no later prompt may share it.
-            if num_tokens % self._block_size:
-                self.pool.forget(sequence.block_table.last())
+        for group in groups:
+            group.num_computed_tokens = min(group.num_computed_tokens, num_tokens)
+            for _ in range(len(group.block_table) - ceil_div(num_tokens, self._block_size)):
+                self._references.release_last(group)
+            if group.keys is not None and len(group.keys) > num_full:
+                del group.keys[num_full:]
+                # The rest of the last block is written again, so no later prompt may share it.
+                if num_tokens % self._block_size:
+                    self.pool.forget(group.block_table.last())
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Create ``child_id`` as a copy of ``parent_id``, on the device, that shares its blocks.
@@ -350,14 +434,16 @@ class BlockManager:
         parent = self._sequences.resident(parent_id)
         self._sequences.require_new(child_id)
         child = parent.fork(child_id)
-        self._references.share_table(child)
+        for group in child.groups:
+            self._references.share_table(group)
         self._sequences[child_id] = child
 
     def free(self, seq_id: int) -> None:
         """Remove a sequence and release its blocks, on the device and on the host."""
         sequence = self._sequences.find(seq_id)
         del self._sequences[seq_id]
-        self._references.release_all(sequence)
+        for group in sequence.groups:
+            self._references.release_all(group)
         if not sequence.is_resident:
             self._swapper.free(sequence)
 
@@ -369,8 +455,12 @@ class BlockManager:
         return NO_EVENTS if self._recorder is None else self._recorder.take()
 
     def uncached_after_prefix(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """The keys that follow the longest cached prefix of ``keys``, up to one that is cached."""
-        missing = keys[len(self._prefix_cache.hits(keys)) :]
+        """The keys that follow the longest cached prefix of ``keys``, up to one that is cached.
+
+        Raises `InvalidSetting` for a cache with several block groups.
+        """
+        self._require_one_group("uncached_after_prefix")
+        missing = keys[len(self._prefix_cache.hits_in_group(0, keys)) :]
         lookup = self.pool.prefix_index.lookup
         end = next((i for i, key in enumerate(missing) if lookup(key) is not None), len(missing))
         return missing[:end]
@@ -382,8 +472,10 @@ class BlockManager:
         which the prefix must be cached: otherwise there are no blocks. There are fewer where fewer
         are free beside those of the prefix, or where later content is cached already. Until the
         caller has copied the content to them, before the next forward pass, they hold another.
+        Raises `InvalidSetting` for a cache with several block groups.
         """
-        index, hits = self.pool.prefix_index, self._prefix_cache.hits(keys)
+        self._require_one_group("cache_loaded")
+        index, hits = self.pool.prefix_index, self._prefix_cache.hits_in_group(0, keys)
         if len(hits) != start:
             return []
         held = [block for block, _ in hits if block != PADDING_BLOCK]
@@ -414,7 +506,8 @@ class BlockManager:
         self.pool.reset_prefix_cache()
         self._swapper.reset_prefix_cache()
         for sequence in self._sequences.values():
-            sequence.keys = None
+            for group in sequence.groups:
+                group.keys = None
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Whether the host has enough free blocks for these sequences on the device together.
@@ -544,7 +637,15 @@ class BlockManager:
                 f"a prompt must have at least one token, got {token_ids!r}: pass a sequence of "
                 "token ids"
             )
-        return ceil_div(num_tokens, self._block_size)
+        return self.config.num_blocks_for(num_tokens)
+
+    def _require_one_group(self, call: str) -> None:
+        if self._num_groups > 1:
+            raise InvalidSetting(
+                f"{call} needs a cache with one block group, and this one has {self._num_groups}: "
+                "make it with one window that holds all layers",
+                "windows",
+            )
 
     def _require_free(self, num_blocks: int) -> None:
         if num_blocks > self.pool.num_free_blocks:
@@ -556,6 +657,18 @@ class BlockManager:
     def _num_blocks_above_watermark(self) -> int:
         watermark = self._watermark_blocks if self.pool.num_used_blocks else 0
         return self.pool.num_free_blocks - watermark
+
+    def _group_needs(self, group: GroupState, num_tokens: int) -> tuple[bool, int]:
+        """As `_append_needs` in a group, with blocks for earlier tokens that lack them."""
+        num_slots, num_blocks = len(group.token_ids), len(group.block_table)
+        copies_last = (
+            num_tokens > 0
+            and num_slots % self._block_size > 0
+            and num_blocks * self._block_size > num_slots
+            and self.pool.is_shared(group.block_table.last())
+        )
+        needed = group.num_blocks_for(num_slots + num_tokens, self._block_size)
+        return copies_last, max(0, needed - num_blocks)
 
     def _append_needs(self, sequence: SequenceState, num_tokens: int) -> tuple[bool, int]:
         """Whether the last block is copied on write, and the number of further new blocks."""

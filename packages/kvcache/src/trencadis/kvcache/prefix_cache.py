@@ -14,7 +14,7 @@ import ast
 import reprlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from math import isnan
 
@@ -54,7 +54,7 @@ class PrefixKeys:
     `RequestHasher` makes them. Raises `InvalidSetting` for keys with other extra keys.
     """
 
-    __slots__ = ("blocks", "extra")
+    __slots__ = ("_in_groups", "blocks", "extra")
 
     def __init__(self, blocks: Sequence[BlockKey], extra: bytes) -> None:
         instance_of(Sequence).checked("blocks", blocks)
@@ -65,6 +65,25 @@ class PrefixKeys:
             )
         self.blocks = tuple(blocks)
         self.extra = extra
+        self._in_groups: dict[int, tuple[BlockKey, ...]] = {}
+
+    def in_group(self, group: int) -> tuple[BlockKey, ...]:
+        """The keys of the same tokens in a block group, made once. Those of group 0 are blocks."""
+        if not group:
+            return self.blocks
+        keys = self._in_groups.get(group)
+        if keys is None:
+            keys = self._in_groups[group] = tuple(keys_in_group(self.blocks, group, None))
+        return keys
+
+
+def keys_in_group(
+    keys: Iterable[BlockKey], group: int, parent: BlockKey | None
+) -> Iterator[BlockKey]:
+    """The keys of the same tokens in another group, which follow ``parent`` there."""
+    for key in keys:
+        parent = key.in_group(group, parent)
+        yield parent
 
 
 PREFIX_KEYS = instance_of(PrefixKeys)
@@ -342,8 +361,16 @@ class ReuseEstimator:
             self._num_unused = max(1, self._num_unused // 2)
 
 
+Hits = Sequence[tuple[int, BlockKey]]
+"""The blocks of a cached prefix in a group, with their keys; `PADDING_BLOCK` stands for a block
+that the group's window has passed."""
+
+
 class PrefixCache:
-    """Combines a request hasher with a prefix index; finds no prefix if not ``enabled``."""
+    """Combines a request hasher with a prefix index; finds no prefix if not ``enabled``.
+
+    ``windows`` are those of `CacheConfig`.
+    """
 
     def __init__(
         self,
@@ -351,10 +378,10 @@ class PrefixCache:
         hasher: RequestHasher,
         *,
         enabled: bool,
-        window: int | None = None,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         self.enabled = enabled
-        self._window = window
+        self._windows = windows
         self._index = index
         self._hasher = hasher
 
@@ -363,8 +390,8 @@ class PrefixCache:
         tokens: array[int],
         prefix_keys: PrefixKeys | None,
         extra_keys: Sequence[Hashable],
-    ) -> tuple[PrefixKeys, list[tuple[int, BlockKey]]]:
-        """The keys of a prompt, and the blocks of its longest cached prefix with their keys.
+    ) -> tuple[PrefixKeys, list[Hits]]:
+        """The keys of a prompt, and its longest cached prefix in each group.
 
         The prefix leaves at least one token to compute. Computes the keys that are missing in
         ``prefix_keys``. Raises `InvalidSetting` if ``prefix_keys`` belong to other tokens or to
@@ -379,17 +406,33 @@ class PrefixCache:
                 "prefix_keys were computed with other extra keys: hash the request again"
             )
         if not self.enabled:
-            return prefix_keys, []
+            return prefix_keys, [()] * len(self._windows)
         prefix_keys = self._hasher.extended(prefix_keys, tokens)
         num_blocks = (len(tokens) - 1) // self._hasher.block_size
-        return prefix_keys, self.hits(prefix_keys.blocks[:num_blocks])
+        return prefix_keys, self.hits(prefix_keys, num_blocks)
 
-    def hits(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
-        """The blocks of the longest cached prefix of ``keys``, with their keys.
+    def hits(self, prefix_keys: PrefixKeys, num_blocks: int) -> list[Hits]:
+        """The longest cached prefix, of at most ``num_blocks`` blocks, in each group.
 
-        `PADDING_BLOCK` stands for a block that a window has passed.
+        It is as long in all of them: each has the blocks that a token after it sees.
         """
-        window, size = self._window, self._hasher.block_size
+        num_groups = len(self._windows)
+        keys = [prefix_keys.in_group(group)[:num_blocks] for group in range(num_groups)]
+        hits = [self.hits_in_group(0, keys[0])]
+        if num_groups == 1:
+            return hits
+        hits += [()] * (num_groups - 1)
+        length, group, num_agreed = len(hits[0]), 0, 1
+        while num_agreed < num_groups:
+            group = (group + 1) % num_groups
+            hits[group] = self.hits_in_group(group, keys[group][:length])
+            num_agreed = num_agreed + 1 if len(hits[group]) == length else 1
+            length = len(hits[group])
+        return hits
+
+    def hits_in_group(self, group: int, keys: Sequence[BlockKey]) -> Hits:
+        """The longest cached prefix of ``keys``, which are of this group."""
+        window, size = self._windows[group], self._hasher.block_size
         if window is None:
             return self._index.match(keys)
         return self._index.match_within(keys, lambda n: num_passed_blocks(n * size, window, size))
@@ -397,12 +440,27 @@ class PrefixCache:
     def cache_full_blocks(
         self, keys: list[BlockKey], new_blocks: Sequence[int], tokens: array[int], extra: bytes
     ) -> None:
-        """Register the next full blocks of a sequence, so that prompts can share them.
+        """Register the next full blocks of a sequence in group 0, so that prompts can share them.
 
         ``keys`` are those of the blocks before; the keys of ``new_blocks`` are appended.
         """
         num_tokens = (len(keys) + len(new_blocks)) * self._hasher.block_size
-        new_keys = self._hasher.next_keys(keys, tokens, num_tokens, extra)
+        self._register(keys, self._hasher.next_keys(keys, tokens, num_tokens, extra), new_blocks)
+
+    def cache_in_group(
+        self,
+        group: int,
+        keys: list[BlockKey],
+        new_blocks: Sequence[int],
+        of_first: Sequence[BlockKey],
+    ) -> None:
+        """As `cache_full_blocks` in another group. ``of_first``: the keys of the first group."""
+        parent = keys[-1] if keys else None
+        self._register(keys, keys_in_group(of_first[len(keys) :], group, parent), new_blocks)
+
+    def _register(
+        self, keys: list[BlockKey], new_keys: Iterable[BlockKey], new_blocks: Sequence[int]
+    ) -> None:
         for key, block in zip(new_keys, new_blocks, strict=True):
             # The canonical key of the parent can be another object: see `PrefixIndex`.
             key.parent = keys[-1] if keys else None

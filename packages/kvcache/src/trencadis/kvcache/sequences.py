@@ -22,6 +22,7 @@ from trencadis.kvcache.errors import (
     NotSwapped,
     UnknownSequence,
 )
+from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.validators import integer
 
 BlockIds = npt.NDArray[np.int32]
@@ -59,6 +60,15 @@ class BlockTable:
         self._len += 1
         self._update_view()
 
+    def extend(self, blocks: Sequence[int]) -> None:
+        """Append ``blocks``."""
+        needed = self._len + len(blocks)
+        if needed > len(self._array):
+            self._array = np.concatenate([self._array, np.empty(needed + 4, np.int32)])
+        self._array[self._len : needed] = blocks
+        self._len = needed
+        self._update_view()
+
     def pop(self) -> int:
         """Remove the last block and return it."""
         block = self.last()
@@ -80,26 +90,61 @@ class BlockTable:
 
 
 @attrs.define(eq=False)
-class SequenceState:
-    """The tokens of a sequence, and the blocks that hold their keys and values.
+class GroupState:
+    """The blocks that hold the keys and values of a sequence's tokens in the layers of one group.
 
+    ``token_ids`` are those of the sequence, one array for all its groups.
     ``keys`` are the keys of its first computed full blocks; None after a reset of the prefix
-    cache, when its content must not be shared. ``extra`` are its encoded extra keys.
-    ``block_table`` is set by `BlockReferences.allocate_table`.
-    ``host_block_table`` is None while it is on the device. ``num_pending_blocks`` counts the
-    device blocks whose swap in is not complete. The first ``num_passed`` blocks are given back,
-    because no window sees them: `PADDING_BLOCK` is in their place, `PASSED` in a host table.
+    cache, when its content must not be shared. ``block_table`` is set by
+    `BlockReferences.share_prefix`.
+    ``host_block_table`` is None while it is on the device. The first ``num_passed`` blocks are
+    given back, because the ``window`` of the group does not see them: `PADDING_BLOCK` is in their
+    place, `PASSED` in a host table. ``tokens_ahead``: how many tokens after the computed ones have
+    blocks, None for all.
     """
 
-    seq_id: int
     token_ids: array[int]
     num_computed_tokens: int
     keys: list[BlockKey] | None
-    extra: bytes
+    window: int | None = None
+    tokens_ahead: int | None = None
     block_table: BlockTable = attrs.field(init=False)
     host_block_table: list[int] | None = None
-    num_pending_blocks: int = 0
     num_passed: int = 0
+
+    def key_at(self, position: int) -> BlockKey | None:
+        """The key of a computed full block; None for other blocks, or if nothing is shared."""
+        return self.keys[position] if self.keys and position < len(self.keys) else None
+
+    def num_blocks_for(self, num_tokens: int, block_size: int) -> int:
+        """The blocks of its table, given back or not, where the sequence has so many tokens."""
+        if self.tokens_ahead is not None:
+            num_tokens = min(num_tokens, self.num_computed_tokens + self.tokens_ahead)
+        return ceil_div(num_tokens, block_size)
+
+    def copy_to(self, other: GroupState) -> None:
+        """Give the state of a new sequence the same blocks, without references to them."""
+        other.num_passed = self.num_passed
+        other.block_table = BlockTable(self.block_table.view)
+
+
+@attrs.define(eq=False)
+class SequenceState(GroupState):
+    """A sequence: what it has in the first group, and in the others as ``further``.
+
+    ``extra`` are its encoded extra keys. ``num_pending_blocks`` counts the device blocks, of all
+    groups, whose swap in is not complete.
+    """
+
+    seq_id: int = attrs.field(kw_only=True)
+    extra: bytes = attrs.field(kw_only=True)
+    further: tuple[GroupState, ...] = ()
+    num_pending_blocks: int = 0
+
+    @property
+    def groups(self) -> tuple[GroupState, ...]:
+        """What it has in each group."""
+        return (self, *self.further)
 
     @property
     def is_resident(self) -> bool:
@@ -114,20 +159,30 @@ class SequenceState:
                 f"{self.num_computed_tokens} of them are computed: fork it after mark_computed "
                 "and before append"
             )
+        token_ids = self.token_ids[:]
+        further = tuple(
+            GroupState(
+                token_ids,
+                group.num_computed_tokens,
+                None if group.keys is None else group.keys[:],
+                group.window,
+                group.tokens_ahead,
+            )
+            for group in self.further
+        )
         child = SequenceState(
-            seq_id=child_id,
-            token_ids=self.token_ids[:],
+            token_ids=token_ids,
             num_computed_tokens=self.num_computed_tokens,
             keys=None if self.keys is None else self.keys[:],
+            window=self.window,
+            tokens_ahead=self.tokens_ahead,
+            seq_id=child_id,
             extra=self.extra,
-            num_passed=self.num_passed,
+            further=further,
         )
-        child.block_table = BlockTable(self.block_table.view)
+        for group, other in zip(self.groups, child.groups, strict=True):
+            group.copy_to(other)
         return child
-
-    def key_at(self, position: int) -> BlockKey | None:
-        """The key of a computed full block; None for other blocks, or if nothing is shared."""
-        return self.keys[position] if self.keys and position < len(self.keys) else None
 
 
 class SequenceTable(dict[int, SequenceState]):
@@ -195,7 +250,9 @@ class SequenceTable(dict[int, SequenceState]):
 
 
 class BlockReferences:
-    """The sequences that reference each block of ``pool``. O(1) per block and sequence.
+    """The sequences that reference each block of ``pool``, each by its group of the block.
+
+    O(1) per block and sequence.
 
     The pool counts references; this records which sequences they belong to, because the tables of
     these sequences change when the defragmenter moves the block. Prefix hits, forks and swap ins
@@ -209,18 +266,18 @@ class BlockReferences:
         self.num_sharing_changes = 0
         self._block_size = block_size
         # Most blocks belong to one sequence. Only further sequences need a set.
-        self._first: list[SequenceState | None] = [None] * pool.num_blocks
-        self._others: dict[int, set[SequenceState]] = {}
+        self._first: list[GroupState | None] = [None] * pool.num_blocks
+        self._others: dict[int, set[GroupState]] = {}
         self._position = [0] * pool.num_blocks
 
-    def allocate(self, sequence: SequenceState, position: int) -> int:
+    def allocate(self, sequence: GroupState, position: int) -> int:
         """Allocate a block for a sequence. Raises `OutOfBlocks`."""
         block = self.pool.allocate()
         self._first[block] = sequence
         self._position[block] = position
         return block
 
-    def share(self, block: int, sequence: SequenceState, position: int) -> None:
+    def share(self, block: int, sequence: GroupState, position: int) -> None:
         """Add a sequence's reference to a used or cached block. Raises `InvalidBlock`."""
         self.pool.share(block)
         if self._first[block] is None:
@@ -230,24 +287,26 @@ class BlockReferences:
             self._others.setdefault(block, set()).add(sequence)
             self.num_sharing_changes += 1
 
-    def allocate_table(
-        self, sequence: SequenceState, cached_blocks: Sequence[int], num_new: int
-    ) -> None:
-        """Give a new sequence its table: shares ``cached_blocks``, then allocates blocks."""
+    def share_prefix(self, sequence: GroupState, cached_blocks: Sequence[int]) -> None:
+        """Give a new sequence its table, of ``cached_blocks``."""
         for position, block in enumerate(cached_blocks):
             if block != PADDING_BLOCK:
                 self.share(block, sequence, position)
-        start = len(cached_blocks)
-        new_blocks = [self.allocate(sequence, start + index) for index in range(num_new)]
-        sequence.block_table = BlockTable([*cached_blocks, *new_blocks])
+        sequence.block_table = BlockTable(cached_blocks)
 
-    def share_table(self, sequence: SequenceState) -> None:
+    def extend(self, sequence: GroupState, num_new: int) -> None:
+        """Allocate blocks at the end of a sequence's table. Raises `OutOfBlocks`."""
+        start = len(sequence.block_table)
+        new_blocks = [self.allocate(sequence, start + index) for index in range(num_new)]
+        sequence.block_table.extend(new_blocks)
+
+    def share_table(self, sequence: GroupState) -> None:
         """Add a sequence's references to all blocks of its table."""
         for position, block in enumerate(sequence.block_table.view.tolist()):
             if block != PADDING_BLOCK:
                 self.share(block, sequence, position)
 
-    def copy_on_write(self, sequence: SequenceState) -> BlockCopy:
+    def copy_on_write(self, sequence: GroupState) -> BlockCopy:
         """Replace the shared last block of a sequence by a new one; returns the copy to it."""
         position = len(sequence.block_table) - 1
         shared = sequence.block_table.last()
@@ -256,16 +315,16 @@ class BlockReferences:
         sequence.block_table.replace(position, block)
         return BlockCopy(shared, block)
 
-    def release(self, block: int, sequence: SequenceState) -> None:
+    def release(self, block: int, sequence: GroupState) -> None:
         """Remove a sequence's reference. Raises `InvalidBlock`."""
         self.pool.release(block)
         self.detach(block, sequence)
 
-    def release_last(self, sequence: SequenceState) -> None:
+    def release_last(self, sequence: GroupState) -> None:
         """Remove the last block of a sequence's table, and its reference."""
         self.release(sequence.block_table.pop(), sequence)
 
-    def release_all(self, sequence: SequenceState) -> None:
+    def release_all(self, sequence: GroupState) -> None:
         """Release the blocks of a sequence, the last block first.
 
         So the last blocks are evicted first, and a cached prefix stays longer than its suffix.
@@ -274,14 +333,14 @@ class BlockReferences:
             if block != PADDING_BLOCK:
                 self.release(block, sequence)
 
-    def release_passed(self, sequence: SequenceState, num_passed: int) -> None:
-        """Release the blocks before position ``num_passed``, which no window sees any more."""
+    def release_passed(self, sequence: GroupState, num_passed: int) -> None:
+        """Release the blocks before position ``num_passed``, which no later token sees."""
         for position in range(sequence.num_passed, num_passed):
             self.release(sequence.block_table.view.item(position), sequence)
             sequence.block_table.replace(position, PADDING_BLOCK)
         sequence.num_passed = max(sequence.num_passed, num_passed)
 
-    def detach(self, block: int, sequence: SequenceState) -> None:
+    def detach(self, block: int, sequence: GroupState) -> None:
         """Keep a reference in the pool that no longer belongs to the sequence.
 
         `BlockPool.release` removes it.
@@ -346,6 +405,6 @@ class BlockReferences:
             sequence.num_computed_tokens > first_slot for sequence in sequences
         )
 
-    def _sequences(self, block: int) -> list[SequenceState]:
+    def _sequences(self, block: int) -> list[GroupState]:
         first = self._first[block]
         return [] if first is None else [first, *self._others.get(block, ())]

@@ -7,7 +7,8 @@ in the prefix cache is not copied in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import index
 
 from trencadis.kvcache.block_key import BlockKey
@@ -17,7 +18,13 @@ from trencadis.kvcache.copy_plan import BlockCopy, Copies
 from trencadis.kvcache.errors import InvalidBlock, NotSwapped, OutOfBlocks, OutOfHostBlocks
 from trencadis.kvcache.prefix_cache import PrefixIndex
 from trencadis.kvcache.rounding import ceil_div
-from trencadis.kvcache.sequences import PASSED, BlockReferences, BlockTable, SequenceState
+from trencadis.kvcache.sequences import (
+    PASSED,
+    BlockReferences,
+    BlockTable,
+    GroupState,
+    SequenceState,
+)
 from trencadis.kvcache.transfers import BandwidthGovernor, Transfer, TransferQueue
 
 
@@ -124,11 +131,11 @@ class Swapper:
     def num_host_blocks_needed(self, sequences: Sequence[SequenceState]) -> int:
         """Free host blocks that a swap out of these sequences together takes."""
         new: set[int] = set()
-        for sequence in sequences:
-            for position, block in enumerate(self._computed_blocks(sequence)):
+        for group in _all_groups(sequences):
+            for position, block in enumerate(self._computed_blocks(group)):
                 if block == PADDING_BLOCK:
                     continue
-                if self._host_pool.lookup(sequence.key_at(position)) is None:
+                if self._host_pool.lookup(group.key_at(position)) is None:
                     new.add(block)
         return len(new)
 
@@ -144,30 +151,33 @@ class Swapper:
                 "recompute the sequences instead, or raise num_host_blocks"
             )
         host_block_of: dict[int, int] = {}
-        for sequence in sequences:
-            self._swap_out_sequence(sequence, host_block_of)
+        for group in _all_groups(sequences):
+            self._swap_out_group(group, host_block_of)
 
     def num_device_blocks_needed(self, sequences: Sequence[SequenceState]) -> int:
         """Free device blocks that a swap in of these sequences together takes."""
         copied: set[int] = set()
         cached: set[int] = set()
         num_uncomputed = 0
-        for sequence in sequences:
-            host_blocks = sequence.host_block_table or []
+        for group in _all_groups(sequences):
+            host_blocks = group.host_block_table or []
             for position, host_block in enumerate(host_blocks):
                 if host_block == PASSED:
                     continue
-                hit = self._prefix_hit(sequence, position)
+                hit = self._prefix_hit(group, position)
                 if hit is None:
                     copied.add(host_block)
                 elif self._pool.ref_count(hit) == 0:
                     cached.add(hit)
-            num_uncomputed += self._num_blocks(sequence) - len(host_blocks)
+            num_uncomputed += self._num_blocks(group) - len(host_blocks)
         return len(copied) + len(cached) + num_uncomputed
 
     def is_swapping_out(self, sequence: SequenceState) -> bool:
         """Whether a transfer of the sequence to the host is still pending."""
-        host_blocks = set(sequence.host_block_table or ())
+        if not self.outgoing:
+            return False
+        tables = (group.host_block_table or () for group in sequence.groups)
+        host_blocks = set(chain.from_iterable(tables))
         return any(transfer.host_block in host_blocks for transfer in self.outgoing)
 
     def swap_in(self, sequences: Sequence[SequenceState]) -> None:
@@ -188,10 +198,11 @@ class Swapper:
                 "free or swap out another sequence first"
             )
         # Share all prefix hits first: an allocation could evict them.
-        hits = [self._share_prefix_hits(sequence) for sequence in sequences]
+        hits = [self._share_prefix_hits(group) for group in _all_groups(sequences)]
         transfers: dict[int, Transfer] = {}
-        for sequence, sequence_hits in zip(sequences, hits, strict=True):
-            self._swap_in_sequence(sequence, sequence_hits, transfers)
+        of_groups = ((sequence, group) for sequence in sequences for group in sequence.groups)
+        for (sequence, group), group_hits in zip(of_groups, hits, strict=True):
+            self._swap_in_group(sequence, group, group_hits, transfers)
         self.incoming.extend(transfers.values())
 
     def admit_outgoing(self, now: float) -> Copies:
@@ -215,8 +226,9 @@ class Swapper:
     def free(self, sequence: SequenceState) -> None:
         """Release the host blocks of a sequence and cancel its pending transfers."""
         if sequence.host_block_table is not None:
-            for host_block in sequence.host_block_table[sequence.num_passed :]:
-                self._host_pool.release(host_block)
+            for group in sequence.groups:
+                for host_block in (group.host_block_table or [])[group.num_passed :]:
+                    self._host_pool.release(host_block)
             for transfer in self.outgoing.cancel(
                 lambda transfer: self._host_pool.ref_count(transfer.host_block) == 0
             ):
@@ -238,15 +250,15 @@ class Swapper:
         self.outgoing.relocate(moves)
         self.incoming.relocate(moves)
 
-    def _swap_out_sequence(self, sequence: SequenceState, host_block_of: dict[int, int]) -> None:
+    def _swap_out_group(self, group: GroupState, host_block_of: dict[int, int]) -> None:
         """``host_block_of`` maps the device blocks that this swap out has handled so far."""
         host_block_table: list[int] = []
         transfers: dict[int, Transfer] = {}
-        for position, block in enumerate(self._computed_blocks(sequence)):
+        for position, block in enumerate(self._computed_blocks(group)):
             if block == PADDING_BLOCK:
                 host_block_table.append(PASSED)
                 continue
-            key = sequence.key_at(position)
+            key = group.key_at(position)
             host_block = host_block_of.get(block)
             if host_block is None:
                 host_block = self._host_pool.lookup(key)
@@ -258,48 +270,54 @@ class Swapper:
             host_block_of[block] = host_block
             host_block_table.append(host_block)
         self.outgoing.extend(transfers.values())
-        for block in reversed(sequence.block_table.view[sequence.num_passed :].tolist()):
+        for block in reversed(group.block_table.view[group.num_passed :].tolist()):
             if block in transfers:
-                self._references.detach(block, sequence)
+                self._references.detach(block, group)
             else:
-                self._references.release(block, sequence)
-        sequence.host_block_table = host_block_table
-        sequence.block_table = BlockTable()
+                self._references.release(block, group)
+        group.host_block_table = host_block_table
+        group.block_table = BlockTable()
 
-    def _share_prefix_hits(self, sequence: SequenceState) -> dict[int, int]:
+    def _share_prefix_hits(self, group: GroupState) -> dict[int, int]:
         """The blocks by position whose content is in the prefix cache, with a new reference."""
         hits: dict[int, int] = {}
-        for position in range(sequence.num_passed, len(sequence.host_block_table or ())):
-            block = self._prefix_hit(sequence, position)
+        for position in range(group.num_passed, len(group.host_block_table or ())):
+            block = self._prefix_hit(group, position)
             if block is not None:
-                self._references.share(block, sequence, position)
+                self._references.share(block, group, position)
                 hits[position] = block
         return hits
 
-    def _swap_in_sequence(
-        self, sequence: SequenceState, hits: Mapping[int, int], transfers: dict[int, Transfer]
+    def _swap_in_group(
+        self,
+        sequence: SequenceState,
+        group: GroupState,
+        hits: Mapping[int, int],
+        transfers: dict[int, Transfer],
     ) -> None:
         """``transfers`` are those that this swap in has planned so far, by host block."""
-        host_blocks = sequence.host_block_table or []
+        host_blocks = group.host_block_table or []
         block_table = BlockTable()
-        for position in range(self._num_blocks(sequence)):
-            if position < sequence.num_passed:
+        for position in range(self._num_blocks(group)):
+            if position < group.num_passed:
                 block_table.append(PADDING_BLOCK)
             elif position >= len(host_blocks):
-                block_table.append(self._references.allocate(sequence, position))
+                block_table.append(self._references.allocate(group, position))
             elif position in hits:
                 block_table.append(hits[position])
                 self._host_pool.release(host_blocks[position])
             else:
-                block_table.append(
-                    self._plan_transfer(sequence, position, host_blocks[position], transfers)
+                block = self._plan_transfer(
+                    sequence, group, position, host_blocks[position], transfers
                 )
-        sequence.block_table = block_table
-        sequence.host_block_table = None
+                block_table.append(block)
+        group.block_table = block_table
+        group.host_block_table = None
 
     def _plan_transfer(
         self,
         sequence: SequenceState,
+        group: GroupState,
         position: int,
         host_block: int,
         transfers: dict[int, Transfer],
@@ -308,25 +326,28 @@ class Swapper:
         sequence.num_pending_blocks += 1
         transfer = transfers.get(host_block)
         if transfer is None:
-            block = self._references.allocate(sequence, position)
+            block = self._references.allocate(group, position)
             # The transfer takes over the sequence's reference to the host block.
-            transfers[host_block] = Transfer(
-                block, host_block, (sequence,), sequence.key_at(position)
-            )
+            transfers[host_block] = Transfer(block, host_block, (sequence,), group.key_at(position))
             return block
-        self._references.share(transfer.device_block, sequence, position)
+        self._references.share(transfer.device_block, group, position)
         self._host_pool.release(host_block)
         transfer.sequences += (sequence,)
         return transfer.device_block
 
-    def _prefix_hit(self, sequence: SequenceState, position: int) -> int | None:
-        key = sequence.key_at(position)
+    def _prefix_hit(self, group: GroupState, position: int) -> int | None:
+        key = group.key_at(position)
         return None if key is None else self._pool.prefix_index.lookup(key)
 
-    def _computed_blocks(self, sequence: SequenceState) -> list[int]:
-        num_computed = ceil_div(sequence.num_computed_tokens, self._block_size)
-        blocks: list[int] = sequence.block_table.view[:num_computed].tolist()
+    def _computed_blocks(self, group: GroupState) -> list[int]:
+        num_computed = ceil_div(group.num_computed_tokens, self._block_size)
+        blocks: list[int] = group.block_table.view[:num_computed].tolist()
         return blocks
 
-    def _num_blocks(self, sequence: SequenceState) -> int:
-        return ceil_div(len(sequence.token_ids), self._block_size)
+    def _num_blocks(self, group: GroupState) -> int:
+        return group.num_blocks_for(len(group.token_ids), self._block_size)
+
+
+def _all_groups(sequences: Iterable[SequenceState]) -> Iterator[GroupState]:
+    """What the sequences have in each group."""
+    return chain.from_iterable(sequence.groups for sequence in sequences)

@@ -25,6 +25,7 @@ import attrs
 
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, Direction, as_block_copies
 from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, MissingExtra
+from trencadis.kvcache.layer_groups import LayerGroups
 from trencadis.kvcache.validators import boolean, instance_of, integer
 
 try:
@@ -61,7 +62,10 @@ class LayerShape:
 
 
 def bytes_per_block(layers: Sequence[LayerShape], *, block_size: int, dtype: torch.dtype) -> int:
-    """The bytes of one block in all layers, keys and values together."""
+    """The bytes of one block in all layers, keys and values together.
+
+    With several block groups: ``layers`` are those of one (`LayerGroups.one_of_each_tensor`).
+    """
     per_token = sum(each.kv_heads * (each.key_width + each.value_width) for each in layers)
     return per_token * block_size * dtype.itemsize
 
@@ -75,9 +79,9 @@ class KVCache:
     ``token_rows`` allocates a tensor for the keys and one for the values of each layer, with a row
     for each slot. ``states``: the memory of the layers that keep a state. ``host_memory``: what
     gives the memory of the host blocks, of each kind of part by its bytes, as one that other
-    processes map; a host block has the same place in each. Raises `InvalidSetting`
-    for a size below one or another wrong argument, and `OutOfMemory` if the memory cannot be
-    allocated.
+    processes map; a host block has the same place in each. ``groups``: which layers share a tensor,
+    each with blocks of its own; none by default. Raises `InvalidSetting` for a size below one or
+    another wrong argument, and `OutOfMemory` if the memory cannot be allocated.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class KVCache:
         token_rows: bool = False,
         states: StateCache | None = None,
         host_memory: HostMemory | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
         instance_of(list, tuple).checked("layers", layers)
         _POSITIVE.checked("len(layers)", len(layers))
@@ -107,13 +112,15 @@ class KVCache:
         boolean().checked("token_rows", token_rows)
         self.states = states
         self._given_memory = host_memory
+        self.groups = _groups_of(layers) if groups is None else _checked_groups(groups, layers)
         self.num_layers = len(layers)
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.device = as_device(device)
-        widths = [(each.kv_heads, each.key_width) for each in layers]
-        widths += ((each.kv_heads, each.value_width) for each in layers)
+        tensors = self.groups.one_of_each_tensor(layers)
+        widths = [(each.kv_heads, each.key_width) for each in tensors]
+        widths += ((each.kv_heads, each.value_width) for each in tensors)
         parts: dict[int, torch.Tensor] = {}
         self._copiers: list[DirectCopier | StagedCopier] = []
         for heads, width in dict.fromkeys(widths):
@@ -123,7 +130,11 @@ class KVCache:
             make = self._rows if token_rows else self._blocks
             parts |= zip(numbers, make(len(numbers), heads, width, dtype), strict=True)
         nothing = torch.empty(0, dtype=dtype, device=self.device)
-        self._parts = [parts.get(number, nothing) for number in range(len(widths))]
+        self._parts = [
+            parts.get(first + tensor, nothing)
+            for first in (0, len(tensors))
+            for tensor in self.groups.tensor_of
+        ]
 
     @classmethod
     def over(
@@ -160,6 +171,7 @@ class KVCache:
                 )
         cache = cls.__new__(cls)
         cache.states = cache._given_memory = None
+        cache.groups = _groups_of(keys)
         cache.num_layers, cache.num_blocks = len(keys), first.shape[0]
         cache.num_host_blocks, cache.block_size = num_host_blocks, block_size
         cache.device, cache._parts = first.device, parts
@@ -304,6 +316,33 @@ class KVCache:
         for direction, copies in batches:
             _require_valid(copies, *num_blocks[direction])
         return batches
+
+
+def _groups_of(layers: Sequence[object]) -> LayerGroups:
+    """One group, in which each layer has a tensor of its own."""
+    return LayerGroups.single([None] * len(layers))
+
+
+def _checked_groups(groups: LayerGroups, layers: Sequence[LayerShape]) -> LayerGroups:
+    """Raise `InvalidSetting` where layers of other shapes would share a tensor."""
+    instance_of(LayerGroups).checked("groups", groups)
+    if len(groups.tensor_of) != len(layers):
+        raise InvalidSetting(
+            f"groups are of {len(groups.tensor_of)} layers, and the cache has {len(layers)}: pass "
+            "those of its layers",
+            "groups",
+        )
+    tensors = groups.one_of_each_tensor(layers)
+    for number, (tensor, layer) in enumerate(zip(groups.tensor_of, layers, strict=True)):
+        kept = tensors[tensor]
+        sizes = [(each.kv_heads, each.key_width, each.value_width) for each in (kept, layer)]
+        if sizes[0] != sizes[1]:
+            raise InvalidSetting(
+                f"layer {number} has heads and widths {sizes[1]}, and shares a tensor with one of "
+                f"{sizes[0]}: put layers of other shapes into one group",
+                "groups",
+            )
+    return groups
 
 
 def _as_parts(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ import attrs
 from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.cache_events import CacheRecorder
 from trencadis.kvcache.copy_plan import BlockCopy, Copies
+from trencadis.kvcache.errors import InvalidSetting
 from trencadis.kvcache.manager import BlockManager
 from trencadis.kvcache.tier import KEY_BYTES, BlockTier, Content
 
@@ -75,7 +76,8 @@ class TierTransfers:
     ``staging``: the memory of the host blocks from ``first_host_block`` on, two or more.
     ``recorder``: the one that ``blocks`` was made with. ``identity``: whatever decides what the
     bytes of a block mean besides its tokens and extra keys: the model, the dtype, the layout. The
-    tiers stay the caller's: `close` does not close them.
+    tiers stay the caller's: `close` does not close them. Raises `InvalidSetting` for ``blocks``
+    with several block groups.
     """
 
     def __init__(
@@ -88,6 +90,12 @@ class TierTransfers:
         first_host_block: int,
         identity: bytes,
     ) -> None:
+        if len(blocks.config.windows) > 1:
+            raise InvalidSetting(
+                f"tiers keep blocks that hold all layers, and the cache has "
+                f"{len(blocks.config.windows)} block groups: make it with one",
+                "blocks",
+            )
         self._blocks = blocks
         self._tiers = tuple(tiers)
         self._recorder = recorder

@@ -367,8 +367,8 @@ class AdmissionControl:
         return self._can_allocate(group, num_spare)
 
     def _num_spare_blocks(self, group: SequenceGroup) -> int:
-        """Blocks that must be left when a group resumes: for the slots that it lacks, and one for
-        each sequence that then runs.
+        """Blocks that must be left when a group resumes: for the slots that it lacks, and one in
+        each block group for each sequence that then runs.
 
         So blocks cannot run out again before a sequence has filled one, unless other groups start:
         a return that costs copies or recomputation gives more than a token. A group that would run
@@ -378,7 +378,8 @@ class AdmissionControl:
         num_others = states.num_running_seqs + states.num_swapping_in_seqs
         if not num_others:
             return 0
-        return num_others + group.num_seqs + self._group_blocks.max_blocks_to_append(group)
+        num_spare = (num_others + group.num_seqs) * self._group_blocks.num_groups
+        return num_spare + self._group_blocks.max_blocks_to_append(group)
 
     def _resume(self, group: SequenceGroup, step: SchedulingStep) -> None:
         if group.status is SequenceStatus.PREEMPTED:

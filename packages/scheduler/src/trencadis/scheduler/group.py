@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import attrs
 
-from trencadis.kvcache import PrefixKeys, ceil_div, num_passed_blocks
+from trencadis.kvcache import CacheConfig, PrefixKeys, ceil_div, num_passed_blocks
 from trencadis.scheduler.beams import BeamSearchState
 from trencadis.scheduler.config import QueuePolicy
 from trencadis.scheduler.errors import IllegalTransition
@@ -145,7 +145,8 @@ class SequenceGroup:
     - ``queue_s``: seconds from the request's arrival until the group first ran; None before that.
     - ``away_s``: seconds that the group was preempted, until it last resumed;
       ``num_preemptions``: how often it was.
-    - ``window``: that of `CacheConfig`: blocks that have left it are given back.
+    - ``cache``: the settings of the KV cache, whose windows decide which blocks it holds; None:
+      one group of blocks that holds all.
     """
 
     request: Request
@@ -169,7 +170,7 @@ class SequenceGroup:
     away_s: float = 0.0
     num_preemptions: int = 0
     last_scheduled_step: int = 0
-    window: int | None = None
+    cache: CacheConfig | None = attrs.field(default=None, repr=False)
 
     @property
     def request_id(self) -> str:
@@ -222,21 +223,27 @@ class SequenceGroup:
 
     def get_num_kv_blocks(self) -> int:
         """Device blocks of the group. Blocks of the prompt count once, all others per sequence."""
-        held = [self._held_blocks(sequence) for sequence in self.allocated_seqs]
+        if self.cache is None:
+            return self._num_blocks_held(None, None)
+        ahead = self.cache.tokens_ahead
+        return sum(self._num_blocks_held(window, ahead) for window in self.cache.windows)
+
+    def _num_blocks_held(self, window: int | None, ahead: int | None) -> int:
+        """Those of a block group with this window, and `CacheConfig.tokens_ahead`."""
+        held = [self._held_blocks(sequence, window, ahead) for sequence in self.allocated_seqs]
         if len(held) <= 1:
             return sum(map(len, held))
         end = self.request.num_prompt_tokens // self.block_size
         of_prompt = max(0, end - min(blocks.start for blocks in held))
         return of_prompt + sum(len(range(max(blocks.start, end), blocks.stop)) for blocks in held)
 
-    def _held_blocks(self, sequence: Sequence) -> range:
+    def _held_blocks(self, sequence: Sequence, window: int | None, ahead: int | None) -> range:
         """Which blocks of a sequence it has, by their places in it."""
-        num_passed = 0
-        if self.window is not None:
-            num_passed = num_passed_blocks(
-                sequence.num_computed_tokens, self.window, self.block_size
-            )
-        return range(num_passed, ceil_div(sequence.num_slots, self.block_size))
+        num_computed, end, num_passed = sequence.num_computed_tokens, sequence.num_slots, 0
+        if window is not None:
+            num_passed = num_passed_blocks(num_computed, window, self.block_size)
+            end = end if ahead is None else min(end, num_computed + ahead)
+        return range(num_passed, ceil_div(end, self.block_size))
 
     def transition_to(self, status: SequenceStatus) -> None:
         """Change the status. Raises `IllegalTransition` for one the state diagram does not have."""

@@ -31,6 +31,7 @@ class GroupBlocks:
     - ``state_moves``: the copies of states of the current step, as ``moves``.
     - ``num_swapping_out``: device blocks that become free once copies to the host that the
       bandwidth limit deferred are carried out.
+    - ``num_groups``: block groups, in each of which a sequence has a block table.
     """
 
     def __init__(self, blocks: BlockManager, state_slots: StateSlots | None = None) -> None:
@@ -41,6 +42,10 @@ class GroupBlocks:
         self.num_swapping_out = 0
         self._blocks = blocks
         self._block_size = blocks.config.block_size
+        self.num_groups = len(blocks.config.windows)
+        self._most_window_blocks = blocks.config.most_window_blocks
+        self.appends_ahead = any(most is not None for most in self._most_window_blocks)
+        """Whether computed tokens, too, make `append` take blocks."""
 
     def begin_step(self, now: float) -> None:
         """Add the deferred copies that are due at ``now`` (seconds) to the moves of the step."""
@@ -76,7 +81,14 @@ class GroupBlocks:
         num_slots = max(length, min(length + request.max_tokens, max_model_len) - 1)
         num_shared = length // self._block_size
         num_own = ceil_div(num_slots, self._block_size) - num_shared
-        return num_shared + request.num_seqs * num_own
+        return self._in_groups(num_shared + request.num_seqs * num_own, request.num_seqs)
+
+    def _in_groups(self, num_blocks: int, num_seqs: int) -> int:
+        """So many blocks of ``num_seqs`` sequences in each group, or those that windows allow."""
+        return sum(
+            num_blocks if most is None else min(num_blocks, num_seqs * most)
+            for most in self._most_window_blocks
+        )
 
     # Allocation: a group starts with blocks for the common prefix of its sequences.
 
@@ -98,9 +110,9 @@ class GroupBlocks:
         num_tokens = group.request.num_prompt_tokens
         num_blocks = ceil_div(num_tokens, self._block_size)
         keys = group.prefix_keys
-        if keys is None or not group.request.reads_prefix_cache:
-            return num_blocks
-        return num_blocks - self._blocks.num_cached_prefix_blocks(keys, num_tokens=num_tokens)
+        if keys is not None and group.request.reads_prefix_cache:
+            num_blocks -= self._blocks.num_cached_prefix_blocks(keys, num_tokens=num_tokens)
+        return self._in_groups(num_blocks, 1)
 
     def can_allocate(self, group: SequenceGroup, num_spare: int = 0) -> bool:
         """Whether there are free blocks for the common prefix and, after the fork, for the rest.
@@ -115,7 +127,8 @@ class GroupBlocks:
                 ceil_div(len(sequence.token_ids), self._block_size) - num_shared
                 for sequence in sequences
             )
-            if num_shared + num_own + num_spare > self.pool.num_free_blocks:
+            num_needed = self._in_groups(num_shared + num_own, len(sequences))
+            if num_needed + num_spare > self.pool.num_free_blocks:
                 return False
         allocation = self._blocks.can_allocate(
             sequences[0].token_ids[:prefix_len],
@@ -184,8 +197,13 @@ class GroupBlocks:
         child.group.allocated_seqs.append(child)
 
     def lacks_at_most_one_slot(self, group: SequenceGroup) -> bool:
-        """Whether each sequence of a group has at most one token without a slot."""
+        """Whether each sequence of a group has at most one token without a slot.
+
+        False where its slots may lack blocks because it computes more than one token.
+        """
         for sequence in group.allocated_seqs:
+            if self.appends_ahead and sequence.num_slots - sequence.num_computed_tokens > 1:
+                return False
             if len(sequence.token_ids) - sequence.num_slots > 1:
                 return False
         return True
@@ -193,11 +211,14 @@ class GroupBlocks:
     def num_blocks_to_append(self, group: SequenceGroup) -> int:
         """Free blocks that `append_slots` takes, including those of copy-on-write."""
         if group.unforked_seqs:
-            return 0
+            if not self.appends_ahead:
+                return 0
+            leader = group.allocated_seqs[0]
+            return self._blocks.blocks_to_append(leader.seq_id, 0)
         growing = [
             sequence
             for sequence in group.allocated_seqs
-            if len(sequence.token_ids) > sequence.num_slots
+            if self.appends_ahead or len(sequence.token_ids) > sequence.num_slots
         ]
         num_blocks = sum(
             self._blocks.blocks_to_append(
@@ -210,9 +231,11 @@ class GroupBlocks:
     def _num_kept_blocks(self, growing: list[Sequence]) -> int:
         """Partial blocks whose sequences all grow: the last of them writes without a copy."""
         num_growing = Counter(
-            int(self._blocks.block_table(sequence.seq_id)[-1])
+            int(self._blocks.block_table(sequence.seq_id, number)[-1])
             for sequence in growing
             if sequence.num_slots % self._block_size
+            and len(sequence.token_ids) > sequence.num_slots
+            for number in range(self.num_groups)
         )
         return sum(
             count > 1 and count == self.pool.ref_count(block)
@@ -220,14 +243,19 @@ class GroupBlocks:
         )
 
     def append_slots(self, group: SequenceGroup) -> None:
-        """Reserve a slot for each token without one. Does nothing before the group has forked."""
+        """Reserve a slot for each token without one, none before the group has forked.
+
+        Slots that the next steps compute get their blocks (`CacheConfig.tokens_ahead`).
+        """
         if group.unforked_seqs:
+            if self.appends_ahead:
+                self._blocks.append(group.allocated_seqs[0].seq_id, ())
             return
         for sequence in group.allocated_seqs:
             tokens = sequence.token_ids
             num_new = len(tokens) - sequence.num_slots
-            if num_new:
-                copies = self._blocks.append(sequence.seq_id, tokens[-num_new:])
+            if num_new or self.appends_ahead:
+                copies = self._blocks.append(sequence.seq_id, tokens[sequence.num_slots :])
                 sequence.num_slots = len(tokens)
                 if copies:
                     self.moves.add(Direction.WITHIN, copies)
@@ -263,7 +291,7 @@ class GroupBlocks:
             if num_tokens > num_slots:
                 copies_last = shares_blocks and num_slots % size > 0
                 num_blocks += ceil_div(num_tokens, size) - ceil_div(num_slots, size) + copies_last
-        return num_blocks
+        return num_blocks * self.num_groups
 
     def append_slots_if_free(self, group: SequenceGroup) -> None:
         """As `append_slots`, if there are free blocks for all its sequences."""

@@ -188,7 +188,7 @@ class GroupStates:
         key = self._key(request, arrival, 0)
         client = self.shares.enter_queue(request.client, now_s, arrival)
         group = SequenceGroup(request, arrival, self._cache.block_size, key, client)
-        group.window, group.added_at_s = self._cache.window, now_s
+        group.cache, group.added_at_s = self._cache, now_s
         search = request.beam_search
         if search is not None:
             max_output = self._settings.config.max_model_len - request.num_prompt_tokens

@@ -39,6 +39,8 @@ class ScheduledSequence(NamedTuple):
     - ``adapter``: that of its request.
     - ``state_slot``: the slot of its state, for a model with layers that keep one. It has the state
       after ``start`` tokens, or any content where that is 0: then the state is zero.
+    - ``further_tables``: as ``block_table``, those of the further block groups of the cache.
+      Each table has blocks for the tokens of the step at least.
     """
 
     seq_id: int
@@ -50,6 +52,7 @@ class ScheduledSequence(NamedTuple):
     num_candidates: int = 0
     adapter: str = ""
     state_slot: int = PADDING_SLOT
+    further_tables: tuple[npt.NDArray[np.int32], ...] = ()
 
     @property
     def sample_ids(self) -> tuple[int, ...]:
@@ -119,6 +122,7 @@ class SchedulingStep:
     """A step while it is scheduled: what is left of its budgets, and what was scheduled so far.
 
     - ``now``: time of the step, in seconds.
+    - ``num_groups``: block groups of the cache.
     - ``token_budget``, ``prefill_budget``: tokens that may still be scheduled, and those of them
       that may be in prefill chunks.
     - ``max_chunk_tokens``: maximum length of a prefill chunk; None: the token budget alone.
@@ -130,6 +134,7 @@ class SchedulingStep:
       its answer is what runs after the step.
     - ``is_ahead``: the step before is in flight. Nothing is preempted, because the newest tokens of
       running sequences are unknown. ``lacks_blocks``: a running group needed blocks, then.
+    - ``without_blocks``: running groups that compute nothing, because slots of theirs lack blocks.
     """
 
     number: int
@@ -138,6 +143,7 @@ class SchedulingStep:
     max_chunk_tokens: int | None
     blocks: BlockManager
     state_slots: StateSlots | None = None
+    num_groups: int = 1
     max_running_seqs: int = 0
     max_prefill_tokens: int = 0
     prefill_budget: int = 0
@@ -150,6 +156,7 @@ class SchedulingStep:
     decodes: list[ScheduledSequence] = attrs.field(factory=list)
     preempted_seq_ids: list[int] = attrs.field(factory=list)
     failed: list[FailedRequest] = attrs.field(factory=list)
+    without_blocks: list[SequenceGroup] = attrs.field(factory=list)
 
     def schedule(self, groups: abc.Iterable[SequenceGroup]) -> None:
         """Schedule the tokens of running groups: first all decodes, then prefill chunks.
@@ -166,6 +173,8 @@ class SchedulingStep:
         prefills: list[SequenceGroup] = []
         forced: list[Sequence] = []
         for group in groups:
+            if self.without_blocks and group in self.without_blocks:
+                continue
             is_prefill = False
             for sequence in group.allocated_seqs:
                 num_tokens = sequence.num_slots - sequence.num_computed_tokens
@@ -204,6 +213,10 @@ class SchedulingStep:
             num_scheduled = self._schedule_tokens(sequence, max(1, longest))
             if num_scheduled > 1:
                 self.prefill_budget -= num_scheduled
+
+    def _further_tables(self, sequence: Sequence) -> tuple[npt.NDArray[np.int32], ...]:
+        table = self.blocks.block_table
+        return tuple(table(sequence.seq_id, group) for group in range(1, self.num_groups))
 
     def _longest_chunk(self, num_tokens: int) -> int:
         return min(num_tokens, self.max_chunk_tokens or num_tokens)
@@ -258,6 +271,8 @@ class SchedulingStep:
             group.request.adapter,
             PADDING_SLOT if self.state_slots is None else self.state_slots.slot(sequence.seq_id),
         )
+        if self.num_groups > 1:
+            scheduled = scheduled._replace(further_tables=self._further_tables(sequence))
         (self.decodes if num_tokens == 1 else self.prompts).append(scheduled)
         self.token_budget -= num_tokens
         group.last_scheduled_step = self.number

@@ -98,6 +98,7 @@ class Scheduler:
         if state_slots is not None:
             instance_of(StateSlots).checked("state_slots", state_slots)
             _check_slots(state_slots, config, blocks)
+        _check_tokens_ahead(config, blocks)
         self.costs = costs or PreemptionCosts()
         if tiers is not None:
             instance_of(TierTransfers).checked("tiers", tiers)
@@ -369,6 +370,7 @@ class Scheduler:
             self._settings.config.max_chunk_tokens,
             self._blocks,
             self._group_blocks.state_slots,
+            self._group_blocks.num_groups,
             is_ahead=bool(self._in_flight),
         )
         if self._states.swapping_in:
@@ -558,9 +560,11 @@ class Scheduler:
     def _append_slots(self, step: SchedulingStep) -> None:
         """Reserve slots for the newest tokens of running groups; preempt if blocks run out."""
         states, blocks = self._states, self._group_blocks
-        # A sequence that lacks one slot takes one block at most: a new one, or a copy-on-write. A
-        # sequence that was recomputed and then forked lacks a slot for each of its own tokens.
-        is_ample = blocks.pool.num_free_blocks >= 2 * states.num_running_seqs
+        # A sequence that lacks one slot takes one block of a group at most: a new one, or a
+        # copy-on-write. One that was recomputed and then forked lacks a slot for each of its own
+        # tokens.
+        ample = 2 * states.num_running_seqs * blocks.num_groups
+        is_ample = blocks.pool.num_free_blocks >= ample
         for group in tuple(states.running):
             if group.status is not SequenceStatus.RUNNING:
                 continue
@@ -569,7 +573,9 @@ class Scheduler:
                     blocks.append_slots(group)
                 elif self._preemptor.free_blocks_for(group, step):
                     blocks.append_slots(group)
-                    is_ample = blocks.pool.num_free_blocks >= 2 * states.num_running_seqs
+                    is_ample = blocks.pool.num_free_blocks >= ample
+                elif blocks.appends_ahead and group.status is SequenceStatus.RUNNING:
+                    step.without_blocks.append(group)
             except Exception as error:
                 self._admission.fail(group, error, step)
 
@@ -587,6 +593,18 @@ def _check_slots(slots: StateSlots, config: SchedulerConfig, blocks: BlockManage
             "blocks has a prefix cache, and a model with states cannot begin after a prefix whose "
             "state is not kept: set enable_prefix_caching=False in its CacheConfig",
             "state_slots",
+        )
+
+
+def _check_tokens_ahead(config: SchedulerConfig, blocks: BlockManager) -> None:
+    """Raises `ConfigError` where a chunk could have tokens without blocks."""
+    chunk = min(config.max_num_batched_tokens, config.max_chunk_tokens or math.inf)
+    needed, ahead = chunk * config.max_steps_in_flight, blocks.config.tokens_ahead
+    if ahead is not None and ahead < needed:
+        raise ConfigError(
+            f"blocks has blocks for {ahead} tokens ahead, and the steps without results compute up "
+            f"to {needed} of a sequence: set tokens_ahead={needed} in its CacheConfig",
+            "blocks",
         )
 
 

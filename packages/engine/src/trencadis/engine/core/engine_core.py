@@ -42,7 +42,6 @@ from trencadis.engine.ipc.messages import (
     check_order,
 )
 from trencadis.engine.models.adapter_files import Adapter
-from trencadis.engine.models.layer_spec import window_of_all
 from trencadis.engine.runner.executor import Executor, ModelFacts
 from trencadis.engine.runner.executor_choice import make_executor, with_rank_per_node
 from trencadis.engine.runner.host_swap import swap_governor
@@ -165,7 +164,8 @@ class EngineCore:
         if facts.num_state_slots:
             slots = StateSlots(facts.num_state_slots, facts.num_host_state_slots)
         self._defragmenter = None
-        if facts.read is DecodeRead.PREFIX:  # only a prefix gets shorter when blocks move down
+        # Only a prefix gets shorter when blocks move down. Of several groups, pairs are read.
+        if facts.read is DecodeRead.PREFIX and len(facts.windows) == 1:
             shared = facts.num_shared_blocks
             self._defragmenter = Defragmenter(self.blocks, config.defrag, shared_within=shared)
         self.scheduler = Scheduler(
@@ -198,9 +198,14 @@ class EngineCore:
     def _make_blocks(self, facts: ModelFacts) -> TierTransfers | None:
         """Make the block manager; returns what moves blocks to tiers and back, if they are used."""
         config = facts.config
-        window = window_of_all(facts.spec.layers, self.max_model_len)
-        if window is not None:
-            logger.info("A sequence gives its blocks back that have left a window of %d", window)
+        windows = facts.windows
+        limits = ", ".join(str(window) for window in dict.fromkeys(windows) if window is not None)
+        if limits:
+            logger.info(
+                "A sequence gives its blocks back that have left a window of %s tokens, in %d of "
+                "%d block groups",
+                *(limits, sum(window is not None for window in windows), len(windows)),
+            )
         keeps_states = facts.num_state_slots > 0
         if keeps_states and config.enable_prefix_caching:
             logger.info(
@@ -216,7 +221,8 @@ class EngineCore:
                 block_size=config.block_size,
                 num_host_blocks=facts.num_host_blocks,
                 enable_prefix_caching=config.enable_prefix_caching and not keeps_states,
-                window=window,
+                windows=windows,
+                tokens_ahead=facts.limits.tokens_ahead if limits else None,
                 record_events=self._kv_events is not None,
             ),
             governor=swap_governor(config, facts.block_bytes),

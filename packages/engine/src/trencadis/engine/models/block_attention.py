@@ -44,6 +44,7 @@ class BlockAttention:
     token_rows = False
     as_operator = False
     scores_shared = False
+    reads_groups = True
 
     def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
         """Nothing to derive."""
@@ -65,6 +66,8 @@ class BlockAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
+        if paged.groups:
+            paged = paged.groups[paged.group_of[layer]]
         if isinstance(paged, MixedContext):
             return attend_in_parts(self.attend, query, key, value, layer, paged, spec, sinks)
         keys: Any = paged.cache.key(layer)

@@ -124,13 +124,19 @@ class LayerSpec(LayerShape):
         )  # without a constant: no recipe has one of bool
 
 
-def window_of_all(layers: Sequence[LayerSpec], max_model_len: int) -> int | None:
-    """The last tokens that a token sees in any layer; None where a layer sees a whole sequence.
+def seen_tokens(layers: Sequence[LayerSpec], max_model_len: int) -> list[int | None]:
+    """How many of the last tokens, with itself, a token sees at most in each layer; None for all.
 
-    Layers that do not attend need no blocks.
+    A layer that does not attend needs no blocks: it has the least of the others.
     """
-    windows = [layer.within(max_model_len).window for layer in layers if layer.heads]
-    return None if None in windows else max((each for each in windows if each), default=None)
+    windows = [
+        min((limit for limit in (layer.window, layer.chunk) if limit is not None), default=None)
+        for layer in (each.within(max_model_len) for each in layers)
+    ]
+    attending = [window for window, layer in zip(windows, layers, strict=True) if layer.heads]
+    limited = [window for window in attending if window is not None]
+    least = min(limited) if limited and None not in attending else None
+    return [window if layer.heads else least for window, layer in zip(windows, layers, strict=True)]
 
 
 @functools.lru_cache(maxsize=1024)

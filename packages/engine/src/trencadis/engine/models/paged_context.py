@@ -11,7 +11,7 @@ G = H / K, D width of a head, which may differ between keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -50,6 +50,10 @@ class PagedContext:
     the decoder layers in place of the model's own code; None for eager. ``positions``: ``[T]``,
     that of each token in its sequence, 0 for padding; None where no layer needs it.
     ``adapter_rows``: see `AdapterLayers.rows_of`; None where no token has an adapter.
+
+    Where layers have block tables of several block groups, this is the context of the first group,
+    and ``groups`` has those of all, for `Attention.attend`: a layer reads the context at
+    ``group_of[layer]``. Empty for one group.
     """
 
     cache: LayerCaches
@@ -57,6 +61,8 @@ class PagedContext:
     layer_run: LayerRun | None
     positions: torch.Tensor | None
     adapter_rows: torch.Tensor | None
+    groups: tuple[Any, ...]
+    group_of: Sequence[int]
 
 
 class Attention(Protocol):
@@ -72,6 +78,9 @@ class Attention(Protocol):
 
     scores_shared: bool
     """Whether a `DecodeContext` may have ``shared_filled``."""
+
+    reads_groups: bool
+    """Whether a layer reads the context of its block group (`PagedContext.groups`)."""
 
     def supports(self, layer: LayerSpec) -> str | None:
         """What of a layer it does not compute, in words that follow «layer 0»; None for nothing.
@@ -122,6 +131,8 @@ class PromptContext(PagedContext):
     attention: Attention | None = None
     positions: torch.Tensor | None = None
     adapter_rows: torch.Tensor | None = None
+    groups: tuple[Any, ...] = ()
+    group_of: Sequence[int] = ()
 
 
 @attrs.frozen(eq=False)
@@ -159,6 +170,18 @@ class RaggedContext(PagedContext):
     attention: Attention | None = None
     positions: torch.Tensor | None = None
     adapter_rows: torch.Tensor | None = None
+    groups: tuple[Any, ...] = ()
+    group_of: Sequence[int] = ()
+
+
+@attrs.frozen(eq=False)
+class _Mask:
+    """The owners and the bias of a `DecodeContext` within a window; the pairs that are left, where
+    few are."""
+
+    owners: torch.Tensor
+    bias: torch.Tensor
+    kept: torch.Tensor | None
 
 
 @attrs.frozen(eq=False)
@@ -176,7 +199,8 @@ class DecodeContext(PagedContext):
 
     ``starts``: ``[N + E]``, the position of a block's first slot in its owner's sequence.
     ``shared_starts``: ``[B, P]``. ``narrowed``: the results of `within`, for a backend that asks
-    for each layer and is not traced; None keeps none.
+    for each layer and is not traced; None keeps none. ``masks``: what these have in common with
+    those of other groups that have the same ``owners``.
     """
 
     cache: LayerCaches
@@ -192,9 +216,12 @@ class DecodeContext(PagedContext):
     attention: Attention | None = None
     positions: torch.Tensor | None = None
     adapter_rows: torch.Tensor | None = None
+    groups: tuple[Any, ...] = ()
+    group_of: Sequence[int] = ()
     starts: torch.Tensor | None = None
     shared_starts: torch.Tensor | None = None
     narrowed: dict[tuple[int | None, ...], DecodeContext] | None = None
+    masks: dict[tuple[int | None, ...], _Mask] | None = None
 
     def within(self, spec: LayerSpec) -> DecodeContext:
         """The context of layers with the limits of ``spec``; itself without any.
@@ -207,24 +234,33 @@ class DecodeContext(PagedContext):
         limits = spec.limits
         if self.narrowed is not None and limits in self.narrowed:
             return self.narrowed[limits]
+        mask = None if self.masks is None else self.masks.get(limits)
+        if mask is None:
+            mask = self._mask(spec)
+            if self.masks is not None:
+                self.masks[limits] = mask
+        found = attrs.evolve(self, owners=mask.owners, bias=mask.bias)
+        if mask.kept is not None:
+            found = found._gathering(mask.kept)
+        if self.narrowed is not None:
+            self.narrowed[limits] = found
+        return found
+
+    def _mask(self, spec: LayerSpec) -> _Mask:
         if self.positions is None or self.starts is None:
             raise ValueError("the context lacks the positions that a window needs")
         queries, size = self.positions[self.readers], self.bias.shape[-1]
         slots = self.starts[:, None] + torch.arange(size, device=self.starts.device)
         seen = spec.sees(queries[:, None], slots)
         num_rows = self.positions.shape[0]
-        found = attrs.evolve(
-            self,
-            owners=torch.where(seen.any(1), self.owners, num_rows),
-            bias=torch.where(seen[:, None, None], self.bias, MASKED),
-        )
-        if self.narrowed is not None:
-            kept = (found.owners < num_rows).nonzero()[:, 0]
-            # A batch without owners stands for a full one, whose memory is measured.
-            if 0 < _GATHER_COST * len(kept) <= len(found.owners):
-                found = found._gathering(kept)
-            self.narrowed[limits] = found
-        return found
+        owners = torch.where(seen.any(1), self.owners, num_rows)
+        bias = torch.where(seen[:, None, None], self.bias, MASKED)
+        if self.narrowed is None:
+            return _Mask(owners, bias, None)
+        kept = (owners < num_rows).nonzero()[:, 0]
+        # A batch without owners stands for a full one, whose memory is measured.
+        is_few = 0 < _GATHER_COST * len(kept) <= len(owners)
+        return _Mask(owners, bias, kept if is_few else None)
 
     def _gathering(self, pairs: torch.Tensor) -> DecodeContext:
         """Only these of the (block, sequence) pairs, each block gathered."""
@@ -257,6 +293,8 @@ class MixedContext(PagedContext):
     attention: Attention | None = None
     positions: torch.Tensor | None = None
     adapter_rows: torch.Tensor | None = None
+    groups: tuple[Any, ...] = ()
+    group_of: Sequence[int] = ()
 
 
 def is_operator(paged: PagedContext | None) -> bool:

@@ -24,6 +24,7 @@ from trencadis.engine.runner.model_input import (
     build_mixed,
     build_prompt,
     lay_out_decodes,
+    lay_out_groups,
     state_rows,
     with_dummy_slots,
 )
@@ -37,6 +38,8 @@ from trencadis.engine.runner.shapes import (
     PromptShape,
     RaggedShape,
     decode_size,
+    in_groups,
+    most_group_pairs,
     most_prefix_pairs,
     padded_decode,
     prompt_shape,
@@ -105,6 +108,7 @@ class BatchBuilder:
     def use_cache(self, cache: KVCache) -> None:
         """Make batches for another cache of the same layout."""
         self._cache = cache
+        self._num_groups = cache.groups.num_groups
         self._padded_decode = functools.partial(
             padded_decode,
             read=self._read,
@@ -167,9 +171,7 @@ class BatchBuilder:
         Then the prefill chunks run apart, and the decodes in halves.
         """
         decodes = [sequence for sequence in scheduled if len(sequence.token_ids) == 1]
-        if len(decodes) < 2 or self._num_pairs(decodes) <= most_prefix_pairs(
-            self._cache.num_blocks
-        ):
+        if len(decodes) < 2 or self._num_pairs(decodes) <= self._most_pairs(decodes):
             yield scheduled
             return
         if len(decodes) < len(scheduled):
@@ -178,10 +180,20 @@ class BatchBuilder:
         yield from self.unpadded_parts(decodes[:half])
         yield from self.unpadded_parts(decodes[half:])
 
+    def _most_pairs(self, decodes: Scheduled) -> int:
+        """As many (block, sequence) pairs of a decode batch as memory is planned for."""
+        num_blocks, block_size = self._cache.num_blocks, self._cache.block_size
+        if self._num_groups == 1:
+            return most_prefix_pairs(num_blocks)
+        longest = max(ceil_div(decode.start + 1, block_size) for decode in decodes)
+        return most_group_pairs(num_blocks, self._num_groups, longest)
+
     def _num_pairs(self, decodes: Scheduled) -> int:
         """(block, sequence) pairs that a decode batch scores without padding, or somewhat more."""
         num_blocks, block_size = self._cache.num_blocks, self._cache.block_size
         of_all = sum(ceil_div(decode.start + 1, block_size) for decode in decodes)
+        if self._num_groups > 1:
+            return of_all
         if num_blocks + of_all <= most_prefix_pairs(num_blocks):
             return num_blocks + of_all  # an upper bound, without a look at what is shared
         size = decode_size(decodes, self._read, block_size)
@@ -198,12 +210,24 @@ class BatchBuilder:
             self.traffic.record(Phase.DECODE, size)
         self._buckets.usage.count_unpadded(Phase.DECODE, *size)
         shape = self._padded_decode(size)
-        layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
-        shape = attrs.evolve(shape, extra=layout.num_extra)
+        further: Sequence[DecodeLayout] = ()
+        if self._num_groups > 1:
+            shape, (layout, *further) = self._lay_out_groups(decodes, shape.batch)
+        else:
+            layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
+            shape = attrs.evolve(shape, extra=layout.num_extra)
         if len(decodes) == len(scheduled):
-            return (self._decode_batch(decodes, layout, shape, rows),)
+            return (self._decode_batch(decodes, layout, shape, rows, further),)
         chunks = [sequence for sequence in scheduled if len(sequence.token_ids) > 1]
-        return (self._mixed_batch(decodes, layout, shape, chunks, rows),)
+        return (self._mixed_batch(decodes, layout, shape, chunks, rows, further),)
+
+    def _lay_out_groups(
+        self, decodes: Scheduled, batch: int
+    ) -> tuple[DecodeShape, tuple[DecodeLayout, ...]]:
+        """The shape of a batch of this size, and its pairs in each block group."""
+        layouts = lay_out_groups(decodes, self._cache.groups, self._cache.block_size)
+        first, *further = (layout.num_extra for layout in layouts)
+        return DecodeShape(batch, 0, first, further=tuple(further)), layouts
 
     def prompt_batches(self, chunks: Scheduled, rows: Rows) -> Iterable[Batch]:
         """Prefill chunks as one batch."""
@@ -243,6 +267,7 @@ class BatchBuilder:
         decode: DecodeShape,
         chunks: Scheduled,
         rows: Rows,
+        further: Sequence[DecodeLayout] = (),
     ) -> Batch:
         self._record_padded(chunks)
         exact = ragged_shape(chunks, self._cache.block_size)
@@ -254,7 +279,7 @@ class BatchBuilder:
         requests = [rows.get(item.seq_id) for item in scheduled]
         words = self.words(scheduled, requests, shape.batch)
         cache, upload, ids = self._cache, self._upload, self._sampled_ids
-        packed = build_mixed(decodes, layout, chunks, shape, cache, upload, words, ids)
+        packed = build_mixed(decodes, layout, chunks, shape, cache, upload, words, ids, further)
         return Batch(scheduled, requests, self._with_slots(packed, scheduled))
 
     def decode_batches(self, decodes: Scheduled, rows: Rows) -> Iterator[Batch]:
@@ -268,6 +293,10 @@ class BatchBuilder:
         if self.traffic is not None:
             self.traffic.record(Phase.DECODE, size)
         batch, blocks = self._buckets.find(Phase.DECODE, size)
+        if self._num_groups > 1:
+            shape, (first, *further) = self._lay_out_groups(decodes, batch)
+            yield self._decode_batch(decodes, first, shape, rows, further)
+            return
         shape = self._padded_decode((batch, blocks))
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
         if layout.num_extra and shape.blocks and self._forward_runner.scores_shared:
@@ -283,13 +312,18 @@ class BatchBuilder:
         yield self._decode_batch(decodes, layout, shape, rows)
 
     def _decode_batch(
-        self, decodes: Scheduled, layout: DecodeLayout, shape: DecodeShape, rows: Rows
+        self,
+        decodes: Scheduled,
+        layout: DecodeLayout,
+        shape: DecodeShape,
+        rows: Rows,
+        further: Sequence[DecodeLayout] = (),
     ) -> Batch:
         self.padded_tokens += shape.batch - len(decodes)
         requests = [rows.get(decode.seq_id) for decode in decodes]
         words = self.words(decodes, requests, shape.batch)
         cache, upload, ids = self._cache, self._upload, self._sampled_ids
-        packed = build_decode(decodes, layout, shape, cache, upload, words, ids)
+        packed = build_decode(decodes, layout, shape, cache, upload, words, ids, further)
         if self._forward_runner.adapters is not None or self._forward_runner.states is not None:
             packed = self._with_slots(packed, decodes)
         return Batch(decodes, requests, packed)
@@ -375,6 +409,8 @@ class BatchBuilder:
         if isinstance(shape, PromptShape | RaggedShape):
             packed = build_prompt((), shape, cache, upload, words)
         else:
+            if self._num_groups > 1:
+                shape = in_groups(shape, self._num_groups)
             layout = lay_out_decodes((), shape.blocks, cache.block_size, shape.shared)
             ids = self._sampler.sampled_ids
             packed = build_decode((), layout, shape, cache, upload, words, ids)

@@ -18,11 +18,11 @@ from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.adapter_layers import AdapterLayers
 from trencadis.engine.models.decoder_layers import one_layer_of_each_kind
-from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.layer_spec import LayerSpec, seen_tokens
 from trencadis.engine.models.quantized_cache import CACHE_DTYPES, with_scales
 from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.engine.runner.host_swap import num_host_blocks, num_staging_blocks
-from trencadis.engine.runner.limits import check_memory, num_cache_blocks
+from trencadis.engine.runner.limits import blocks_of_sequence, check_memory, num_cache_blocks
 from trencadis.engine.runner.model_input import (
     ModelInput,
     build_decode,
@@ -36,12 +36,14 @@ from trencadis.engine.runner.shapes import (
     DecodeShape,
     PromptShape,
     RaggedShape,
+    in_groups,
+    most_group_pairs,
     most_prefix_pairs,
     most_shared_blocks,
 )
 from trencadis.engine.runner.shared_blocks import SharedBlocks
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.kvcache import ceil_div
+from trencadis.kvcache import LayerGroups, ceil_div, group_layers
 from trencadis.kvcache.state_cache import StateCache
 from trencadis.kvcache.tensors import KVCache, LayerShape, bytes_per_block
 from trencadis.warmup import GRAPH_RESERVED_MEM, MemoryPlan, WarmupError, format_bytes
@@ -56,7 +58,8 @@ class CacheSizing:
     """The size of the KV cache of a model on a device, and caches of this layout.
 
     ``dtype``: that of the model. ``captures_graphs``: whether a share of the memory is left for
-    graphs.
+    graphs. ``groups``: whether layers of different windows may have block groups of their own;
+    the result is in ``groups``.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class CacheSizing:
         max_model_len: int,
         *,
         captures_graphs: bool,
+        may_have_groups: bool = False,
     ) -> None:
         self._config = config
         self._device = device
@@ -78,6 +82,13 @@ class CacheSizing:
         shapes: Sequence[LayerShape] = layers if attends else [_COUNTED, *layers[1:]]
         codes = CACHE_DTYPES.get(config.kv_cache_dtype)
         self._layers = shapes if codes is None else with_scales(shapes)
+        windows = seen_tokens(layers, max_model_len)
+        self.groups = LayerGroups.single(windows)
+        if may_have_groups and not self._states:
+            kept = [(each.kv_heads, each.key_width, each.value_width) for each in self._layers]
+            self.groups = group_layers(
+                windows, kept, num_tokens=max_model_len, block_size=config.block_size
+            )
         self._dtype = dtype if codes is None else codes
         self._max_model_len = max_model_len
         self._captures_graphs = captures_graphs
@@ -86,8 +97,9 @@ class CacheSizing:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block in all layers."""
-        return bytes_per_block(self._layers, block_size=self._config.block_size, dtype=self._dtype)
+        """Bytes of one KV block in all layers of a group."""
+        layers = self.groups.one_of_each_tensor(self._layers)
+        return bytes_per_block(layers, block_size=self._config.block_size, dtype=self._dtype)
 
     @property
     def state_bytes(self) -> int:
@@ -151,13 +163,15 @@ class CacheSizing:
             fitting=fitting,
             block_bytes=self.block_bytes,
             remedy=remedy,
+            windows=self.groups.windows,
         )
         check_memory("num_blocks", num_blocks, self.block_bytes, self._device.total_memory())
         return num_blocks
 
     def num_host_blocks(self) -> int:
         """Host blocks for swapped sequences; see `host_swap`."""
-        per_sequence = ceil_div(self._max_model_len, self._config.block_size)
+        windows = self.groups.windows
+        per_sequence = blocks_of_sequence(self._config, self._max_model_len, windows)
         return num_host_blocks(
             self._config, self._device, self.block_bytes, per_sequence, self.state_bytes
         )
@@ -194,6 +208,7 @@ class CacheSizing:
             token_rows=self._device.attention.token_rows,
             states=states,
             host_memory=None if shared is None else shared.allocate,
+            groups=self.groups,
         )
 
     def log_plan(self, plan: MemoryPlan) -> None:
@@ -281,6 +296,8 @@ class CacheSizing:
         few blocks than these blocks are.
         """
         batch, pairs = self._config.max_num_seqs, self._most_pairs(num_blocks, read)
+        if self.groups.num_groups > 1:
+            return [in_groups(DecodeShape(batch, 0, pairs), self.groups.num_groups)]
         gathered = DecodeShape(batch, 0, pairs)
         if read is not DecodeRead.PREFIX or not self._device.attention.scores_shared:
             return [gathered]
@@ -289,7 +306,10 @@ class CacheSizing:
 
     def _most_pairs(self, num_blocks: int, read: DecodeRead) -> int:
         """The most (block, sequence) pairs that a decode scores in a cache of so many blocks."""
-        of_all = self._config.max_num_seqs * ceil_div(self._max_model_len, self._config.block_size)
+        longest = ceil_div(self._max_model_len, self._config.block_size)
+        of_all, num_groups = self._config.max_num_seqs * longest, self.groups.num_groups
+        if num_groups > 1:
+            return min(of_all, most_group_pairs(num_blocks, num_groups, longest))
         if read is DecodeRead.PREFIX:
             # A bucket gathers as many shared blocks as its prefix has. The prefix is scored in
             # place, which takes somewhat less than here.

@@ -39,7 +39,8 @@ class DeviceFacts:
 class ModelFacts:
     """A model with its KV cache, as the core has to know it.
 
-    ``block_bytes``: bytes of a KV block in all layers. ``max_chunk_tokens``: the longest prefill
+    ``block_bytes``: bytes of a KV block in all layers of a group. ``windows``: those of the block
+    groups (`CacheConfig.windows`). ``max_chunk_tokens``: the longest prefill
     chunk; None without buckets. ``read``: how decode reads the cache. ``num_shared_blocks``: how
     many of the first blocks are scored once for all sequences of a batch. ``num_buckets``: of both
     phases. ``embedding_size``: numbers of an embedding; 0 for a model without. ``num_state_slots``,
@@ -61,6 +62,7 @@ class ModelFacts:
     num_state_slots: int = 0
     num_host_state_slots: int = 0
     state_bytes: int = 0
+    windows: tuple[int | None, ...] = (None,)
 
 
 @attrs.frozen(kw_only=True)

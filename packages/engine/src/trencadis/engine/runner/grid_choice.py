@@ -81,7 +81,7 @@ class GridChoice:
         """
         budget, longest = token_budget(self._config), self._max_model_len
         block_size = self._config.block_size
-        if self._is_ragged and self._config.use_buckets:
+        if self.has_ragged_prompts:
             # A chunk attends in slices, so one of a slice's size has the largest context and mask.
             query = min(budget, MASK_ROWS, max(1, longest - block_size))
             context = longest - query
@@ -139,6 +139,11 @@ class GridChoice:
         """How often each bucket ran in what was served, for the order of graphs."""
         with _bucketing_errors():
             return served_replays(grids, self._config.graphs, self._served)
+
+    @property
+    def has_ragged_prompts(self) -> bool:
+        """Whether all prompts run ragged."""
+        return self._is_ragged and self._config.use_buckets
 
     @property
     def _is_ragged(self) -> bool:

@@ -301,6 +301,7 @@ class InProcessExecutor:
             num_state_slots=0 if states is None else states.num_slots,
             num_host_state_slots=0 if states is None else states.num_host_slots,
             state_bytes=worker.state_bytes,
+            windows=worker.windows,
         )
 
     def _collect(self) -> None:

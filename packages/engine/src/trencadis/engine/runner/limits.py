@@ -6,13 +6,15 @@ and the scheduler by the same rules.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
 
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.settings.engine_config import SchedulingPolicy
-from trencadis.kvcache import ceil_div
+from trencadis.kvcache import CacheConfig, ceil_div
 from trencadis.scheduler import PreemptionCosts, SchedulerConfig
 from trencadis.warmup import format_bytes
 
@@ -52,6 +54,11 @@ class ServingLimits:
     block_size: int
     num_blocks: int
     max_steps_in_flight: int = 1
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Most tokens of a sequence that steps without results compute: see `CacheConfig`."""
+        return self.max_num_batched_tokens * self.max_steps_in_flight
 
     @classmethod
     def of(cls, settings: BatchSettings, max_model_len: int, num_blocks: int) -> ServingLimits:
@@ -115,21 +122,43 @@ def token_budget(settings: BatchSettings) -> int:
     return max(settings.max_num_batched_tokens, settings.max_num_seqs)
 
 
+def blocks_of_sequence(
+    settings: BatchSettings, num_tokens: int, windows: Sequence[int | None] = (None,)
+) -> int:
+    """The most blocks that a sequence of ``num_tokens`` has, in block groups of these ``windows``.
+
+    With one group those of all tokens, which is enough where a window gives some of them back.
+    """
+    if len(windows) == 1:
+        return ceil_div(num_tokens, settings.block_size)
+    ahead = ServingLimits.of(settings, num_tokens, 2).tokens_ahead
+    cache = CacheConfig(
+        num_blocks=2, block_size=settings.block_size, windows=windows, tokens_ahead=ahead
+    )
+    return cache.num_blocks_for(num_tokens)
+
+
 def num_cache_blocks(
-    settings: BatchSettings, max_model_len: int, *, fitting: int, block_bytes: int, remedy: str
+    settings: BatchSettings,
+    max_model_len: int,
+    *,
+    fitting: int,
+    block_bytes: int,
+    remedy: str,
+    windows: Sequence[int | None] = (None,),
 ) -> int:
     """Device blocks of the KV cache, the padding block included.
 
     As configured, or ``fitting``, the number that the memory holds, but not more than
-    ``max_num_seqs`` sequences of ``max_model_len`` tokens can fill. Raises `ConfigError` where one
-    such sequence does not fit; ``remedy`` ends its message.
+    ``max_num_seqs`` sequences of ``max_model_len`` tokens can fill. ``windows``: those of its block
+    groups. Raises `ConfigError` where one such sequence does not fit; ``remedy`` ends its message.
     """
-    per_sequence = ceil_div(max_model_len, settings.block_size)
+    per_sequence = blocks_of_sequence(settings, max_model_len, windows)
     num_blocks = settings.num_blocks
     if num_blocks is None:
         num_blocks = min(fitting, per_sequence * settings.max_num_seqs + 1)
     if num_blocks - 1 < per_sequence:
-        tokens = max(0, num_blocks - 1) * settings.block_size
+        tokens = _most_tokens(settings, num_blocks - 1, windows)
         lower = f"lower max_model_len to {tokens}" if tokens else "lower max_model_len"
         raise ConfigError(
             f"a KV cache of {num_blocks} blocks of {settings.block_size} tokens cannot hold one "
@@ -137,6 +166,15 @@ def num_cache_blocks(
             f"{remedy} (a block takes {format_bytes(block_bytes)})"
         )
     return num_blocks
+
+
+def _most_tokens(settings: BatchSettings, num_blocks: int, windows: Sequence[int | None]) -> int:
+    """The most tokens, in whole blocks, of a sequence that has no more than ``num_blocks``."""
+    size = settings.block_size
+    lengths = range(size, max(0, num_blocks) * size + 1, size)
+    return size * bisect_right(
+        lengths, num_blocks, key=lambda length: blocks_of_sequence(settings, length, windows)
+    )
 
 
 def check_memory(setting: str, num_blocks: int, block_bytes: int, total: int) -> None:

@@ -34,7 +34,15 @@ from trencadis.engine.runner.shapes import (
     PromptShape,
     RaggedShape,
 )
-from trencadis.kvcache import NO_OWNER, DecodeLayout, ceil_div, lay_out, lay_out_pairs
+from trencadis.kvcache import (
+    NO_OWNER,
+    PADDING_BLOCK,
+    DecodeLayout,
+    LayerGroups,
+    ceil_div,
+    lay_out,
+    lay_out_pairs,
+)
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
@@ -107,7 +115,7 @@ class ModelInput:
 
     def unpack(self) -> ModelTensors:
         """The tensors of the forward pass, int64: views of a converted ``packed``."""
-        sections = _sections(self.shape)
+        sections = _sections(self.shape, self.cache.groups)
         sizes = [math.prod(shape) for shape in sections.values()]
         parts = torch.split(self.packed[: sum(sizes)].long(), sizes)
         views = {
@@ -144,10 +152,12 @@ def build_prompt(
     sampler_words: IntArray | None = None,
 ) -> ModelInput:
     """A prefill batch padded to ``shape``. Without chunks, a dummy batch for warm-up."""
-    packed, fields = _pack(shape, sampler_words)
+    packed, fields = _pack(shape, sampler_words, cache.groups)
     if isinstance(shape, RaggedShape):
-        _fill_ragged(chunks, shape, fields, cache.block_size)
+        _fill_chunks(chunks, shape, fields, cache)
         return _uploaded(packed, shape, cache, upload, sampler_words)
+    if cache.groups.num_groups > 1:
+        raise ValueError("padded prompts read one block group: serve this cache ragged prompts")
     tokens, positions, write_blocks = (
         fields[name] for name in ("token_ids", "position_ids", "write_blocks")
     )
@@ -239,27 +249,55 @@ def with_dummy_slots(batch: ModelInput, upload: Upload) -> ModelInput:
     return attrs.evolve(batch, adapter_slots=upload(slots))
 
 
+def _fill_chunks(
+    chunks: Sequence[ScheduledSequence],
+    shape: RaggedShape,
+    fields: dict[str, IntArray],
+    cache: KVCache,
+) -> None:
+    """The sections of ragged chunks, with those of all block groups."""
+    _fill_ragged(chunks, shape, fields, cache.block_size)
+    for group in range(1, cache.groups.num_groups):
+        tables = [chunk.further_tables[group - 1] for chunk in chunks]
+        of_group = _of_group(fields, cache.groups, group)
+        _fill_chunk_blocks(chunks, tables, shape, of_group, cache.block_size)
+
+
 def _fill_ragged(
     chunks: Sequence[ScheduledSequence],
     shape: RaggedShape,
     fields: dict[str, IntArray],
     block_size: int,
 ) -> None:
-    positions, write_blocks = fields["position_ids"], fields["write_blocks"]
-    end, held = 0, 0
+    positions, end = fields["position_ids"], 0
     for chunk, size in zip(chunks, shape.chunks, strict=bool(chunks)):
         start, end = end, end + size.tokens
-        where = np.arange(chunk.start, chunk.start + size.tokens)
-        table = np.asarray(chunk.block_table, np.int32)
         fields["token_ids"][start:end] = chunk.token_ids
-        positions[start:end] = where
-        write_blocks[start:end] = table[where // block_size]
+        positions[start:end] = np.arange(chunk.start, chunk.start + size.tokens)
+    tables = [chunk.block_table for chunk in chunks]
+    _fill_chunk_blocks(chunks, tables, shape, fields, block_size)
+    fields["write_offsets"][:] = positions % block_size
+    fields["logit_rows"][:] = np.cumsum([size.tokens for size in shape.chunks]) - 1
+
+
+def _fill_chunk_blocks(
+    chunks: Sequence[ScheduledSequence],
+    tables: Sequence[IntArray],
+    shape: RaggedShape,
+    fields: Mapping[str, IntArray],
+    block_size: int,
+) -> None:
+    """The blocks that chunks write and read, by their tables in a block group."""
+    end, held = 0, 0
+    for chunk, given, size in zip(chunks, tables, shape.chunks, strict=bool(chunks)):
+        start, end = end, end + size.tokens
+        table = np.asarray(given, np.int32)
+        where = np.arange(chunk.start, chunk.start + size.tokens)
+        fields["write_blocks"][start:end] = table[where // block_size]
         if size.context_blocks:
             blocks = slice(held, held + size.context_blocks)
             fields["context_blocks"][blocks] = table[: size.context_blocks]
             held = blocks.stop
-    fields["write_offsets"][:] = positions % block_size
-    fields["logit_rows"][:] = np.cumsum([size.tokens for size in shape.chunks]) - 1
 
 
 def lay_out_decodes(
@@ -276,6 +314,25 @@ def lay_out_decodes(
     return lay_out(tables, num_tokens, block_size, blocks, shared)
 
 
+def lay_out_groups(
+    decodes: Sequence[ScheduledSequence], groups: LayerGroups, block_size: int
+) -> tuple[DecodeLayout, ...]:
+    """The pairs to gather in each block group. Those of one window differ in their blocks alone."""
+    ends = [decode.start // block_size + 1 for decode in decodes]
+    num_tokens = [decode.start + 1 for decode in decodes]
+    layouts: list[DecodeLayout] = []
+    for group in range(groups.num_groups):
+        of_group = ((each.block_table, *each.further_tables)[group] for each in decodes)
+        tables = [table[:end] for table, end in zip(of_group, ends, strict=True)]
+        first = groups.first_alike(group)
+        if first == group:
+            layouts.append(lay_out_pairs(tables, num_tokens, block_size))
+            continue
+        blocks = np.concatenate(tables)
+        layouts.append(attrs.evolve(layouts[first], extra_block=blocks[blocks != PADDING_BLOCK]))
+    return tuple(layouts)
+
+
 def build_decode(
     decodes: Sequence[ScheduledSequence],
     layout: DecodeLayout,
@@ -284,14 +341,16 @@ def build_decode(
     upload: Upload,
     sampler_words: IntArray | None = None,
     sampled_ids: torch.Tensor | None = None,
+    further: Sequence[DecodeLayout] = (),
 ) -> ModelInput:
     """A decode batch, one token per sequence, padded to ``shape``.
 
     Without sequences, a dummy batch for warm-up. ``layout`` comes from `lay_out_decodes`;
-    ``shape.extra`` is at least its number of extra pairs.
+    ``shape.extra`` is at least its number of extra pairs. ``further``: those of the block groups
+    after the first, from `lay_out_groups`.
     """
-    packed, fields = _pack(shape, sampler_words)
-    _fill_decode(decodes, layout, shape, fields, cache.block_size)
+    packed, fields = _pack(shape, sampler_words, cache.groups)
+    _fill_decodes(decodes, (layout, *further), shape, fields, cache)
     return _uploaded(packed, shape, cache, upload, sampler_words, sampled_ids)
 
 
@@ -304,14 +363,37 @@ def build_mixed(
     upload: Upload,
     sampler_words: IntArray | None = None,
     sampled_ids: torch.Tensor | None = None,
+    further: Sequence[DecodeLayout] = (),
 ) -> ModelInput:
     """A decode batch and prefill chunks as one batch: see `build_decode` and `build_prompt`."""
-    packed, fields = _pack(shape, sampler_words)
-    decode_fields, prompt_fields = _parts(shape, fields)
-    _fill_decode(decodes, layout, shape.decode, decode_fields, cache.block_size)
-    _fill_ragged(chunks, shape.prompt, prompt_fields, cache.block_size)
+    packed, fields = _pack(shape, sampler_words, cache.groups)
+    decode_fields, prompt_fields = _parts(shape, fields, cache.groups)
+    _fill_decodes(decodes, (layout, *further), shape.decode, decode_fields, cache)
+    _fill_chunks(chunks, shape.prompt, prompt_fields, cache)
     prompt_fields["logit_rows"] += shape.decode.num_tokens
     return _uploaded(packed, shape, cache, upload, sampler_words, sampled_ids)
+
+
+def _fill_decodes(
+    decodes: Sequence[ScheduledSequence],
+    layouts: Sequence[DecodeLayout],
+    shape: DecodeShape,
+    fields: dict[str, IntArray],
+    cache: KVCache,
+) -> None:
+    """The sections of a decode batch, with those of all block groups."""
+    size = cache.block_size
+    _fill_decode(decodes, layouts[0], shape, fields, size)
+    for group, layout in enumerate(layouts[1:], 1):
+        of_group = _of_group(fields, cache.groups, group)
+        for row, decode in enumerate(decodes):
+            table = decode.further_tables[group - 1]
+            of_group["write_blocks"][row] = table[decode.start // size]
+        of_shape = DecodeShape(shape.batch, 0, shape.further[group - 1])
+        if cache.groups.first_alike(group) == group:
+            _fill_reads(layout, of_shape, of_group)
+        elif of_shape.extra:
+            of_group["extra_blocks"][: layout.num_extra] = layout.extra_block
 
 
 def _fill_decode(
@@ -327,6 +409,11 @@ def _fill_decode(
         fields["write_blocks"][row] = decode.block_table[decode.start // size]
     fields["write_offsets"][:] = fields["position_ids"] % size
     fields["logit_rows"][:] = np.arange(shape.batch)
+    _fill_reads(layout, shape, fields)
+
+
+def _fill_reads(layout: DecodeLayout, shape: DecodeShape, fields: Mapping[str, IntArray]) -> None:
+    """Which blocks a decode batch reads."""
     owners, filled = fields["owners"], fields["filled"]
     owners[:] = shape.batch
     owner, num_owned = layout.owner[shape.shared :], shape.blocks - shape.shared
@@ -346,8 +433,47 @@ def _fill_decode(
         fields["shared_starts"][: len(layout.shared_used)] = layout.shared_start
 
 
-def _sections(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
+_BLOCK_SECTIONS = ("write_blocks", "context_blocks", "extra_blocks")
+"""The sections that each block group has of its own."""
+
+_READ_SECTIONS = (*_BLOCK_SECTIONS, "owners", "readers", "filled", "starts")
+"""Those that each window has of its own."""
+
+
+def _of_group(
+    sections: Mapping[str, Section], groups: LayerGroups, group: int
+) -> dict[str, Section]:
+    """The sections of a block group: its own, those of its window, and those of all groups."""
+    found = dict(sections)
+    for number in (groups.first_alike(group), group):
+        own = ((name, sections.get(f"{name}.{number}")) for name in _READ_SECTIONS)
+        found.update((name, section) for name, section in own if section is not None)
+    return found
+
+
+def _sections(shape: ForwardShape, groups: LayerGroups) -> dict[str, tuple[int, ...]]:
     """The sections of a packed batch in order, and the shape of each."""
+    sections = _sections_of_one(shape)
+    for group in range(1, groups.num_groups):
+        of_group = _sections_of_one(_shape_in_group(shape, group))
+        is_first = groups.first_alike(group) == group
+        own = _READ_SECTIONS if is_first else _BLOCK_SECTIONS
+        sections |= {f"{name}.{group}": of_group[name] for name in own if name in of_group}
+    return sections
+
+
+def _shape_in_group(shape: ForwardShape, group: int) -> ForwardShape:
+    """The shape of a batch in a block group after the first."""
+    if isinstance(shape, DecodeShape):
+        return DecodeShape(shape.batch, 0, shape.further[group - 1])
+    if isinstance(shape, MixedShape):
+        decode = DecodeShape(shape.decode.batch, 0, shape.decode.further[group - 1])
+        return MixedShape(decode, shape.prompt)
+    return shape
+
+
+def _sections_of_one(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
+    """The sections of a batch with one block group."""
     if isinstance(shape, PromptShape):
         padded = (shape.batch, shape.query)
         tokens = ("token_ids", "position_ids", "write_blocks", "write_offsets")
@@ -364,8 +490,8 @@ def _sections(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
         sections["context_blocks"] = (sum(size.context_blocks for size in shape.chunks),)
         return sections
     if isinstance(shape, MixedShape):
-        sections = _sections(shape.decode)
-        for name, (size,) in _sections(shape.prompt).items():
+        sections = _sections_of_one(shape.decode)
+        for name, (size,) in _sections_of_one(shape.prompt).items():
             sections[name] = (size + sum(sections.get(name, ())),)
         return sections
     rows = ("token_ids", "position_ids", "write_blocks", "write_offsets", "logit_rows")
@@ -381,22 +507,28 @@ def _sections(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
 
 
 def _parts(
-    shape: MixedShape, sections: Mapping[str, Section]
+    shape: MixedShape, sections: Mapping[str, Section], groups: LayerGroups | None = None
 ) -> tuple[dict[str, Section], dict[str, Section]]:
-    """The decode batch's and the chunks' parts of the sections of a mixed batch, as views."""
-    decode = {name: sections[name][:size] for name, (size,) in _sections(shape.decode).items()}
+    """The decode batch's and the chunks' parts of the sections of a mixed batch, as views.
+
+    Without ``groups``, of the sections of one group.
+    """
+    of_decode, of_prompt = (
+        _sections_of_one(part) if groups is None else _sections(part, groups)
+        for part in (shape.decode, shape.prompt)
+    )
+    decode = {name: sections[name][:size] for name, (size,) in of_decode.items()}
     prompt = {
-        name: sections[name][len(sections[name]) - size :]
-        for name, (size,) in _sections(shape.prompt).items()
+        name: sections[name][len(sections[name]) - size :] for name, (size,) in of_prompt.items()
     }
     return decode, prompt
 
 
 def _pack(
-    shape: ForwardShape, sampler_words: IntArray | None
+    shape: ForwardShape, sampler_words: IntArray | None, groups: LayerGroups
 ) -> tuple[IntArray, dict[str, IntArray]]:
     """An array for a batch, with the sampler's words at its end, and its sections as views."""
-    sections = _sections(shape)
+    sections = _sections(shape, groups)
     sizes = [math.prod(size) for size in sections.values()]
     total = sum(sizes)
     tail = 0 if sampler_words is None else sampler_words.size
@@ -422,6 +554,48 @@ def _uploaded(
 
 
 def _context(shape: ForwardShape, views: dict[str, torch.Tensor], cache: KVCache) -> PagedContext:
+    """The context of a batch, with those of all block groups where there are several."""
+    groups = cache.groups
+    found = _context_of_one(shape, views, cache)
+    if groups.num_groups == 1:
+        return found
+    contexts = [found]
+    for group in range(1, groups.num_groups):
+        of_group, first = _of_group(views, groups, group), groups.first_alike(group)
+        of_shape = _shape_in_group(shape, group)
+        if first == group:
+            contexts.append(_context_of_one(of_shape, of_group, cache))
+        else:
+            contexts.append(_with_blocks(contexts[first], of_shape, of_group))
+    return attrs.evolve(found, groups=tuple(contexts), group_of=groups.group_of)
+
+
+def _with_blocks(context: Any, shape: ForwardShape, views: Mapping[str, torch.Tensor]) -> Any:
+    """The context of a block group from that of another one with its window."""
+    if isinstance(shape, MixedShape):
+        decode, prompt = _parts(shape, views)
+        return attrs.evolve(
+            context,
+            decode=_with_blocks(context.decode, shape.decode, decode),
+            prompt=_with_blocks(context.prompt, shape.prompt, prompt),
+        )
+    if isinstance(shape, DecodeShape):
+        return attrs.evolve(
+            context,
+            write_blocks=views["write_blocks"],
+            extra_blocks=views.get("extra_blocks"),
+            narrowed={},
+        )
+    chunks = (
+        chunk if chunk.context_blocks is None else attrs.evolve(chunk, context_blocks=blocks)
+        for chunk, blocks in zip(context.chunks, _blocks_of_chunks(shape, views), strict=True)
+    )
+    return attrs.evolve(context, write_blocks=views["write_blocks"], chunks=tuple(chunks))
+
+
+def _context_of_one(
+    shape: ForwardShape, views: dict[str, torch.Tensor], cache: KVCache
+) -> PagedContext:
     if isinstance(shape, PromptShape):
         return _prompt_context(shape, views, cache)
     if isinstance(shape, RaggedShape):
@@ -458,7 +632,7 @@ def _prompt_context(
 def _ragged_context(
     shape: RaggedShape, views: dict[str, torch.Tensor], cache: KVCache
 ) -> RaggedContext:
-    context = torch.split(views["context_blocks"], [size.context_blocks for size in shape.chunks])
+    context = _blocks_of_chunks(shape, views)
     mask = _last_rows(shape)
     chunks, end = [], 0
     for size, blocks in zip(shape.chunks, context, strict=True):
@@ -478,6 +652,12 @@ def _ragged_context(
     )
 
 
+def _blocks_of_chunks(shape: Any, views: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The blocks of the context of each chunk."""
+    sizes = [size.context_blocks for size in shape.chunks]
+    return torch.split(views["context_blocks"], sizes)
+
+
 def _last_rows(shape: RaggedShape) -> torch.Tensor:
     """The last rows of the largest mask of a chunk with context, at most `MASK_ROWS`."""
     sizes = [size for size in shape.chunks if size.context_tokens]
@@ -493,6 +673,7 @@ def _decode_context(
     offsets = torch.arange(cache.block_size, device=filled.device)
     # ``[N, 1, 1, S]``: 0 at the filled positions of each block, `MASKED` at the others.
     bias = torch.where(offsets < filled[:, None], 0.0, MASKED)[:, None, None, :]
+    has_groups = cache.groups.num_groups > 1
     return DecodeContext(
         cache,
         shape.blocks,
@@ -506,6 +687,8 @@ def _decode_context(
         positions=views["position_ids"],
         starts=views["starts"],
         shared_starts=views.get("shared_starts"),
+        narrowed={} if has_groups else None,
+        masks={} if has_groups else None,
     )
 
 

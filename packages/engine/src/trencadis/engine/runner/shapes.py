@@ -73,7 +73,8 @@ class DecodeShape:
     ``extra`` is the number of (block, sequence) pairs beyond each block's first owner: a block that
     several sequences share is read in place for its first owner and gathered for the others.
     Without a prefix (``blocks`` is 0) all blocks of the batch are such pairs. The first ``shared``
-    blocks of the prefix are scored for every sequence, read in place once.
+    blocks of the prefix are scored for every sequence, read in place once. ``further``: the pairs
+    in each block group after the first; there is no prefix then.
     """
 
     batch: int
@@ -81,6 +82,7 @@ class DecodeShape:
     extra: int = 0
     shared: int = 0
     adapter_rank: int = 0
+    further: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -194,6 +196,22 @@ def most_prefix_pairs(num_blocks: int) -> int:
     for them; a batch with more is divided.
     """
     return 2 * num_blocks
+
+
+def most_group_pairs(num_blocks: int, num_groups: int, longest: int) -> int:
+    """The most (block, sequence) pairs of a decode in each of several block groups.
+
+    ``longest``: blocks of the longest sequence, of which a batch has one at least. Pairs of the
+    group that sees most take the most memory: the others share the cache's blocks with it.
+    """
+    return max(longest, most_prefix_pairs(num_blocks) // num_groups)
+
+
+def in_groups(shape: DecodeShape, num_groups: int) -> DecodeShape:
+    """The shape of a batch with as many pairs in each of several block groups as it has blocks."""
+    pairs = shape.blocks + shape.extra
+    further = (pairs,) * (num_groups - 1)
+    return attrs.evolve(shape, blocks=0, extra=pairs, shared=0, further=further)
 
 
 Cost = Callable[[Sequence[ScheduledSequence]], float | None]

@@ -141,6 +141,7 @@ class Worker:
         self._check_cache_dtype()
         self._check_policy_of_misses()
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
+        self._choice = GridChoice(config, device, self._max_model_len)
         self._sizing = CacheSizing(
             config,
             device,
@@ -148,9 +149,9 @@ class Worker:
             self.dtype,
             self._max_model_len,
             captures_graphs=self.captures_graphs,
+            may_have_groups=self._may_have_groups,
         )
         self._sizing.check_settings()
-        self._choice = GridChoice(config, device, self._max_model_len)
         # A grid of sequence lengths is there before the cache whose size the others depend on.
         self.grids = self._choice.sequence_grids()
 
@@ -346,8 +347,23 @@ class Worker:
         return place.type if place.type == "cpu" else f"{place.type}:{place.index or 0}"
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each block group: see `CacheConfig.windows`."""
+        return self._sizing.groups.windows
+
+    @property
+    def _may_have_groups(self) -> bool:
+        """Whether layers of different windows may have blocks of their own.
+
+        Where attention reads the context of a layer's group, and batches are ragged: a bucket has
+        blocks of one group. A tier keeps blocks that hold all layers.
+        """
+        reads = self.device.attention.reads_groups and self._choice.has_ragged_prompts
+        return reads and not self.config.kv_tiers
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block in all layers."""
+        """Bytes of one KV block in all layers of a group."""
         return self._sizing.block_bytes
 
     @property

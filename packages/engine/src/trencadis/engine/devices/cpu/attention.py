@@ -123,6 +123,7 @@ class CPUAttention:
     token_rows = False
     as_operator = True
     scores_shared = False
+    reads_groups = True
 
     def __init__(self, kernel: AttentionKernel | None = None) -> None:
         self._blocks = BlockAttention()
@@ -132,7 +133,9 @@ class CPUAttention:
         """Nothing but a place for what layers of one window share."""
         del dtype
         changes: dict[str, Any] = {}
-        if isinstance(paged, DecodeContext):
+        if paged.groups:
+            pass  # each has such a place
+        elif isinstance(paged, DecodeContext):
             changes["narrowed"] = {}
         elif isinstance(paged, MixedContext):
             changes["decode"] = attrs.evolve(paged.decode, narrowed={})
@@ -153,6 +156,8 @@ class CPUAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
+        if paged.groups:
+            paged = paged.groups[paged.group_of[layer]]
         if isinstance(paged, MixedContext):
             return attend_in_parts(self.attend, query, key, value, layer, paged, spec, sinks)
         kernel = self._kernel

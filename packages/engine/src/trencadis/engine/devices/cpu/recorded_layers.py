@@ -91,6 +91,7 @@ class RecordedLayers:
         self._run = run
         self._programs = programs
         self._own = own
+        self._specs = specs
         self._limited = [(layer, spec) for layer, spec in enumerate(specs) if spec.has_limits]
         self._replayer = replayer
         self._scratch = Scratch()
@@ -179,6 +180,11 @@ class RecordedLayers:
         else:
             # Layers of one window differ in their part of the cache alone.
             self._changing[:, OF_CACHE:] = changing_arguments(0, paged)[OF_CACHE:]
+        if paged.groups:
+            for layer, spec in enumerate(self._specs):
+                of_group = paged.groups[paged.group_of[layer]]
+                self._changing[layer] = changing_arguments(layer, of_group.within(spec))
+            return self._changing
         for layer, spec in self._limited:
             self._changing[layer] = changing_arguments(layer, paged.within(spec))
         return self._changing

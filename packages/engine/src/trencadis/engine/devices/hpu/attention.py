@@ -14,6 +14,7 @@ largest value for sequences of 50 to 2,000 tokens, and 0.9 % with the CPU's back
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -64,6 +65,8 @@ class PromptRows(PagedContext):
     state_reads: torch.Tensor | None = None
     state_writes: torch.Tensor | None = None
     state_tokens: torch.Tensor | None = None
+    groups: tuple[Any, ...] = ()
+    group_of: Sequence[int] = ()
 
 
 @attrs.frozen(eq=False)
@@ -100,6 +103,8 @@ class DecodeRows(PagedContext):
     state_reads: torch.Tensor | None = None
     state_writes: torch.Tensor | None = None
     state_tokens: torch.Tensor | None = None
+    groups: tuple[Any, ...] = ()
+    group_of: Sequence[int] = ()
 
 
 class RowAttention:
@@ -111,6 +116,8 @@ class RowAttention:
     token_rows = True
     as_operator = False
     scores_shared = True
+    reads_groups = False
+    reads_groups = False
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self.kernels = kernels or Kernels()
