@@ -71,10 +71,12 @@ def test_tokens_are_those_of_one_group(
     """Of samples, beams and all else, for prompts that share prefixes the second time."""
     core, count = make(olmo, **changes), len(WAYS_OF_ALL)
     assert core.facts.windows == (None, 32, 32, 32)
+    core.scheduler.costs.prefill_s_per_token = 1e6  # so that a swap is always cheaper
     found = [tokens(serve(core, WAYS_OF_ALL, count)) for _ in range(2)]
     stats = core.stats
     assert core.blocks.pool.num_used_blocks == 0
-    assert stats.num_prefix_hit_tokens or not core.blocks.config.enable_prefix_caching
+    if not changes:
+        assert stats.num_prefix_hit_tokens > 0
     if changes.get("num_blocks") == 70:
         assert stats.num_preemptions > 0
         assert (stats.num_swaps > 0) == ("num_host_blocks" in changes)

@@ -180,7 +180,7 @@ class EngineCore:
             thermal=self._thermal.guard,
             defragmenter=self._defragmenter,
             state_slots=slots,
-            costs=preemption_costs(facts.block_bytes, facts.state_bytes),
+            costs=preemption_costs(facts.block_bytes, facts.state_bytes, len(facts.windows)),
             tiers=tiers,
             clock=self._clock,
         )

@@ -100,15 +100,19 @@ class ServingLimits:
         )
 
 
-def preemption_costs(block_bytes: int, state_bytes: int) -> PreemptionCosts:
+def preemption_costs(block_bytes: int, state_bytes: int, num_groups: int = 1) -> PreemptionCosts:
     """What swaps are taken to cost before the first is measured.
 
+    A block of one of ``num_groups`` block groups has a part of the layers.
     A model of states alone has blocks of few bytes, which only count tokens, and states of many
     thousand such blocks. At the seconds of a whole block it would never swap, and never measure.
     """
     costs = PreemptionCosts()
     if not state_bytes:
-        return costs
+        return PreemptionCosts(
+            swap_out_s_per_block=costs.swap_out_s_per_block / num_groups,
+            swap_in_s_per_block=costs.swap_in_s_per_block / num_groups,
+        )
     share = min(1.0, block_bytes / _SEED_BLOCK_BYTES)
     return PreemptionCosts(
         swap_out_s_per_block=costs.swap_out_s_per_block * share,
