@@ -164,9 +164,10 @@ def num_cache_blocks(
     if num_blocks - 1 < per_sequence:
         tokens = _most_tokens(settings, num_blocks - 1, windows)
         lower = f"lower max_model_len to {tokens}" if tokens else "lower max_model_len"
+        groups = f" for {len(windows)} block groups" if len(windows) > 1 else ""
         raise ConfigError(
-            f"a KV cache of {num_blocks} blocks of {settings.block_size} tokens cannot hold one "
-            f"sequence of max_model_len {max_model_len}: {lower} or "
+            f"a KV cache of {num_blocks} blocks of {settings.block_size} tokens{groups} cannot "
+            f"hold one sequence of max_model_len {max_model_len}: {lower} or "
             f"{remedy} (a block takes {format_bytes(block_bytes)})"
         )
     return num_blocks
