@@ -32,6 +32,7 @@ from trencadis.engine.runner.ranks.rank_messages import (
     digest_of,
     encode,
     packed_result,
+    unpacked_result,
 )
 from trencadis.engine.runner.ranks.rank_processes import RankProcesses
 from trencadis.engine.runner.ranks.step_board import RankBoard, StepBoard
@@ -344,3 +345,21 @@ def test_calls_arrive_in_their_order_whatever_way_they_go(sent: list[str]) -> No
         if what == "call" or not board.write(message):
             queue.put(Call(number, what, (), board.num_written))
     board.close()
+
+
+def test_an_answer_that_comes_beside_an_error_is_kept(
+    played: tuple[Any, list[socket.socket], list[RankBoard]],
+) -> None:
+    """Of the step after the one that all ranks fail in."""
+    processes, (first, second), boards = played
+    sent = [processes.send_step(number, ()) for number in (4, 5)]
+    failed = encode(Answer(1, error=ModelError("no memory")))
+    first.sendall(failed)
+    threading.Timer(0.2, first.sendall, (answered(2),)).start()
+    threading.Timer(0.6, second.sendall, (failed,)).start()
+    with pytest.raises(ModelError, match="no memory"):
+        processes.step_answer(sent[0], LIMIT_SECONDS)
+    for board in boards:
+        board.answer(2, 10)
+    result, _ = unpacked_result(processes.step_answer(sent[1], LIMIT_SECONDS))
+    assert result.token_ids == {1: 2}

@@ -132,7 +132,9 @@ def test_two_ranks_serve_what_one_process_serves(
     for params in ways():
         assert_equal(serve(core, params), serve(alone, params))
     assert core.stats.num_preemptions > 0
-    assert core.stats.num_swap_out_bytes == alone.stats.num_swap_out_bytes > 0
+    for stats in (core.stats, alone.stats):  # how often depends on what both were measured to cost
+        assert stats.num_swap_out_bytes > 0
+        assert stats.num_swap_out_bytes % alone.facts.block_bytes == 0
 
     # The cache is that of one process, in two halves, and a step is one message to each rank.
     assert core.facts == _as_facts(core, alone)

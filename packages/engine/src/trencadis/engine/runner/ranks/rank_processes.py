@@ -264,8 +264,9 @@ class RankProcesses:
                     answers[rank] = answer
                     if answer.error is not None:
                         deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
-                # Who compiles after another has failed waits for that one.
-                elif not any(each.error for each in answers.values()) and self._keep(rank, answer):
+                elif isinstance(answer, Cold) and any(each.error for each in answers.values()):
+                    pass  # it waits for one that has failed
+                elif self._keep(rank, answer):
                     limit_s = max(limit_s, BUSY_SECONDS)
                     deadline = time.monotonic() + limit_s
             while_waiting()
