@@ -95,6 +95,13 @@ def int4(plain: nn.Linear) -> IntegerLinear:
     return IntegerLinear(QuantizedLinear(rounded_int4(plain.weight.detach(), group), plain.bias))
 
 
+def with_minimums(plain: nn.Linear) -> IntegerLinear:
+    packed = rounded_int4(plain.weight.detach())
+    minimums = packed.scales.float() * torch.linspace(-3, 3, packed.groups)
+    packed = PackedWeight(packed.steps, packed.scales, minimums=minimums)
+    return IntegerLinear(QuantizedLinear(packed, plain.bias))
+
+
 KINDS = [TiledLinear, int8, int4]
 
 
@@ -679,8 +686,9 @@ def test_vectors_of_256_bits_give_the_same_bits_and_tokens(
         monkeypatch.setattr(tiled_linear, "_KERNELS", {})
         for weights in (torch.bfloat16, *INTEGERS):
             load_linear_kernel(weights=weights, widens=True)
-        rows = torch.randn(3000, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-        outs = [kind(layer(96, 45, bias=True))(rows) for kind in KINDS]
+        rows = torch.randn(3000, 96, generator=torch.Generator().manual_seed(1))
+        rows = (rows**7).bfloat16()  # numbers of all sizes: of like ones sums are exact
+        outs = [kind(layer(96, 45, bias=True))(rows) for kind in (*KINDS, with_minimums)]
         tokens = [linears(model_of_groups, quantization=name)[1] for name in ("none", "int4")]
         return outs, tokens
 
@@ -733,8 +741,11 @@ def check_zero_points(num_rows: int, group: int, groups: int, outputs: int, bits
 
 
 @pytest.mark.usefixtures("widens")
-def test_a_row_of_int4_does_not_depend_on_the_others() -> None:
-    tiled = int4(layer(96, 80, bias=True))
+@pytest.mark.parametrize("kind", [int4, with_minimums])
+def test_a_row_of_int4_does_not_depend_on_the_others(
+    kind: Callable[[nn.Linear], IntegerLinear],
+) -> None:
+    tiled = kind(layer(96, 80, bias=True))
     rows = torch.randn(40, 96).bfloat16()
     together = tiled(rows)
     for count in (1, 2, 13, 25):

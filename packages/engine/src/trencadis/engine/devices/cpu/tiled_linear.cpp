@@ -336,20 +336,32 @@ static void compute(const Block& block) {
     }
 }
 
+static inline float as_float(Half half) {
+    const uint32_t bits = (uint32_t)half << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof bits);
+    return value;
+}
+
+// In an order that does not depend on how wide vectors are.
+static inline float sum_of(const Half* inputs, int64_t size) {
+    constexpr int64_t WIDTH = 16;
+    float parts[WIDTH] = {};
+    int64_t k = 0;
+    for (; k + WIDTH <= size; k += WIDTH)
+        for (int64_t i = 0; i < WIDTH; ++i) parts[i] += as_float(inputs[k + i]);
+    for (int64_t i = 0; k < size; ++i, ++k) parts[i] += as_float(inputs[k]);
+    for (int64_t half = WIDTH / 2; half > 0; half /= 2)
+        for (int64_t i = 0; i < half; ++i) parts[i] += parts[i + half];
+    return parts[0];
+}
+
 // The sums of each group of inputs, [groups, rows], for groups `from` to `to` of rows [R, K].
 static void sum_groups(const Half* rows, float* sums, int64_t num_rows, int64_t K, int64_t size,
                        int64_t from, int64_t to) {
     for (int64_t group = from; group < to; ++group)
         for (int64_t r = 0; r < num_rows; ++r) {
-            const Half* inputs = rows + r * K + group * size;
-            float both[2] = {};
-            for (int64_t k = 0; k < size; ++k) {
-                const uint32_t bits = (uint32_t)inputs[k] << 16;
-                float input;
-                std::memcpy(&input, &bits, sizeof bits);
-                both[k & 1] += input;
-            }
-            sums[group * num_rows + r] = both[0] + both[1];
+            sums[group * num_rows + r] = sum_of(rows + r * K + group * size, size);
         }
 }
 
