@@ -73,12 +73,11 @@ float widened(uint16_t half) {
     return value;
 }
 
-uint16_t rounded(float value) {  // to the nearest, of two the even one
+// To the nearest, of two the even one. A NaN of bf16 has no low bits, and stays one.
+uint16_t rounded(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
-    const uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
-    return uint16_t(is_nan ? (bits >> 16) | 0x40 : nearest);
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 template <typename Number, float widen(Number), Number narrow(float)>
