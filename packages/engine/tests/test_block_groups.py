@@ -58,11 +58,13 @@ def one_group(windows: Sequence[int | None], *_: Any, **__: Any) -> LayerGroups:
     "changes",
     [
         pytest.param({}, id="enough blocks"),
-        pytest.param({"num_blocks": 70, "swap_space": 0}, id="recomputed"),
+        pytest.param({"num_blocks": 70, "swap_space": 0}, id="recomputed", marks=pytest.mark.slow),
         pytest.param({"num_blocks": 70, "num_host_blocks": 300}, id="swapped"),
         pytest.param({"num_blocks": 70, "async_scheduling": True}, id="two steps in flight"),
-        pytest.param({"enable_prefix_caching": False}, id="no prefix cache"),
-        pytest.param({"kv_cache_dtype": "int8"}, id="cache of codes"),
+        pytest.param(
+            {"enable_prefix_caching": False}, id="no prefix cache", marks=pytest.mark.slow
+        ),
+        pytest.param({"kv_cache_dtype": "int8"}, id="cache of codes", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_one_group(
