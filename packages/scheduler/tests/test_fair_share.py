@@ -221,6 +221,7 @@ def test_a_client_of_much_service_waits_for_a_bounded_number_of_new_clients(
 
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.integers(1, 1500), min_size=1, max_size=5), st.booleans())
+@example([1, 36, 1500, 1], False)
 def test_the_names_of_clients_without_requests_take_no_memory_without_bound(
     counts: list[int], charged: bool
 ) -> None:

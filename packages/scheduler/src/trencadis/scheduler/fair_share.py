@@ -125,7 +125,8 @@ class ClientShares:
     def _forget_idle(self, level: int, now_s: float) -> None:
         """Forget clients that are not active and whose counter would be ``level`` on return.
 
-        Of the others without requests the half that came first, once there are `MAX_IDLE_CLIENTS`.
+        Of the others without requests those that came first, once there are `MAX_IDLE_CLIENTS`:
+        half as many are left, because the requests of thousands may have ended since.
         """
         idle = [
             name
@@ -137,7 +138,7 @@ class ClientShares:
         rest = [client for client in self._clients.values() if not client.num_groups]
         if len(rest) >= MAX_IDLE_CLIENTS:  # half of them, so that the next names cost no sorting
             rest.sort(key=attrgetter("seen_s"))
-            for client in rest[: MAX_IDLE_CLIENTS // 2]:
+            for client in rest[: -(MAX_IDLE_CLIENTS // 2)]:
                 del self._clients[client.name]
 
 
