@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import attrs
 import pytest
 from harness import Memory, Runner, alone, num_scheduled_tokens, outcome
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from trencadis.kvcache import BlockManager, CacheConfig
