@@ -231,8 +231,9 @@ def test_families_get_the_tokens_of_one_process(
     """
     model = save_family(family, tmp_path)
     add_tokenizer(model)
+    has_groups = family.startswith("Gemma 3")  # of which decode reads no prefix
     changes = {
-        **{"num_blocks": 24, "num_host_blocks": 64},
+        **{"num_blocks": 40 if has_groups else 24, "num_host_blocks": 64},
         **{"defrag": DefragConfig(enabled=True, threshold=1)},
     }
     alone, core = (start(model, each, **changes) for each in (1, size))
@@ -241,7 +242,7 @@ def test_families_get_the_tokens_of_one_process(
     for stats in (core.stats, alone.stats):
         assert stats.num_preemptions > 0
         assert stats.num_swap_in_bytes > 0
-        assert stats.num_defragmented_blocks > 0
+        assert (stats.num_defragmented_blocks > 0) != has_groups
 
 
 @pytest.mark.slow
