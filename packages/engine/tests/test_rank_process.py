@@ -256,7 +256,8 @@ def played() -> Iterator[tuple[Any, list[socket.socket], list[RankBoard]]]:
     pairs = [socket.socketpair() for _ in range(2)]
     processes = of_connections([ours for ours, _ in pairs])
     processes._processes = [SimpleNamespace(pid=os.getpid(), poll=lambda: None)] * 2
-    processes._number = processes._num_steps = processes.num_messages = processes.num_bytes = 0
+    processes._number = processes._num_steps = processes._last_call = 0
+    processes.num_messages = processes.num_bytes = 0
     processes._unread = {}
     boards = [RankBoard(processes._board.files_of(rank), rank) for rank in range(2)]
     yield processes, [theirs for _, theirs in pairs], boards
@@ -320,6 +321,44 @@ def test_an_error_of_all_ranks_is_that_of_the_step(
     assert not processes._failure
 
 
+def test_a_step_on_the_board_waits_for_the_one_that_the_connection_still_brings(
+    played: tuple[Any, list[socket.socket], list[RankBoard]],
+) -> None:
+    """A rank takes long to receive a large step, and the next one is sent meanwhile."""
+    processes, ends, boards = played
+    large = threading.Thread(target=processes.send_step, args=(4, (bytes(1 << 20),)))
+    large.start()
+    calls = [MessageReader(end).receive() for end in ends]
+    large.join()
+    processes.send_step(5, ())
+    for call, board in zip(calls, boards, strict=True):
+        queue = rank_process.CallQueue(board)
+        with pytest.raises(TimeoutError):
+            queue.get(0.0)
+        queue.put(call)
+        assert [queue.get(LIMIT_SECONDS).number for _ in range(2)] == [1, 2]
+
+
+def test_a_step_that_not_all_ranks_were_told_of_ends_them(
+    played: tuple[Any, list[socket.socket], list[RankBoard]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one would get its number, and its answer."""
+    processes, _, _ = played
+    own = os.eventfd_write
+
+    def interrupted(event: int, value: int) -> None:
+        if event == processes._board.files_of(1).event:
+            raise KeyboardInterrupt
+        own(event, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "eventfd_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            processes.send_step(4, ())
+    with pytest.raises(RankError, match="a call was interrupted"):
+        processes.send_step(5, ())
+
+
 SENT = st.lists(st.sampled_from(["step", "large step", "call", "take"]), max_size=60)
 
 
@@ -330,7 +369,7 @@ def test_calls_arrive_in_their_order_whatever_way_they_go(sent: list[str]) -> No
     rank = RankBoard(board.files_of(1), 1)
     queue = rank_process.CallQueue(rank)
     RankBoard(board.files_of(0), 0)  # takes nothing, as a rank that computes
-    number, taken = 0, 0
+    number, taken, last_call = 0, 0, 0
     for what in [*sent, "take"]:
         if what == "take":
             while taken < number:
@@ -342,8 +381,9 @@ def test_calls_arrive_in_their_order_whatever_way_they_go(sent: list[str]) -> No
         number += 1
         size = 1 << 20 if what == "large step" else 8
         message = pickle.dumps((number, bytes(size)))
-        if what == "call" or not board.write(message):
+        if what == "call" or not board.write(message, last_call):
             queue.put(Call(number, what, (), board.num_written))
+            last_call = number
     board.close()
 
 

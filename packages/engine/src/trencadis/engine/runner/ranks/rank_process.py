@@ -62,7 +62,7 @@ class CallQueue:
         self._arrived: deque[Call | None] = deque()
         """From the connection, by another thread."""
         self._ready: deque[Call | None] = deque()
-        self._num_told = 0
+        self._num_told = self._last_call = 0
 
     def put(self, call: Call | None) -> None:
         """Add what the connection has brought. For one other thread."""
@@ -75,18 +75,21 @@ class CallQueue:
             if not self._poll.poll(None if timeout is None else 1000 * timeout):
                 raise TimeoutError
             self._num_told += self._board.wait()
-            # What was told of came after the calls that it follows, and they are here by now.
             while self._arrived:
                 call = self._arrived.popleft()
                 if call is not None:
                     self._read_steps(call.num_steps)
+                    self._last_call = call.number
                 self._ready.append(call)
             self._read_steps(self._num_told)
         return self._ready.popleft()
 
     def _read_steps(self, end: int) -> None:
         while self._board.num_read < end:
-            number, packed = pickle.loads(self._board.read())  # noqa: S301  (of the core)
+            message = self._board.read(self._last_call)
+            if message is None:  # the call before it is still being received
+                return
+            number, packed = pickle.loads(message)  # noqa: S301  (of the core)
             self._ready.append(Call(number, "execute", (packed,)))
 
 

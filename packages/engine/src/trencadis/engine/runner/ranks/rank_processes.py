@@ -100,7 +100,7 @@ class RankProcesses:
         self._failure = ""
         self._limit_s = limit_s
         self._stopped_since: dict[int, float] = {}
-        self._number = self._num_steps = 0
+        self._number = self._num_steps = self._last_call = 0
         self._answered: SentStep | None = None
         """The last step that rank 0 has answered, until the others were compared with it."""
         self._unread: dict[int, dict[int, Answer]] = {}
@@ -166,11 +166,15 @@ class RankProcesses:
             raise RankError(self._failure)
         number = self._number + 1
         message = pickle.dumps((number, packed), pickle.HIGHEST_PROTOCOL)
-        if self._board.write(message):
-            self._note_sent(number, len(message))
-        else:
-            self._send_call("execute", (packed,), self._ranks(None))
-        self._num_steps += 1
+        try:
+            if self._board.write(message, self._last_call):
+                self._note_sent(number, len(message))
+            else:
+                self._send_call("execute", (packed,), self._ranks(None))
+            self._num_steps += 1
+        except BaseException:  # Ctrl-C: some ranks may know of it
+            self.fail("a call was interrupted")
+            raise
         return SentStep(step, number, self._num_steps)
 
     def _send_call(self, method: str, arguments: tuple[Any, ...], ranks: Sequence[int]) -> int:
@@ -178,6 +182,8 @@ class RankProcesses:
         message = encode(Call(number, method, arguments, self._board.num_written))
         for rank in ranks:
             self._send(rank, message)
+        if len(ranks) == len(self._connections):
+            self._last_call = number
         return self._note_sent(number, len(message))
 
     def _note_sent(self, number: int, num_bytes: int) -> int:

@@ -2,9 +2,9 @@
 
 A write to a rank's eventfd says that there is another step, which takes the core a microsecond; a
 message to each rank would be copied, and answered, as often as there are ranks. What is not a step,
-or too long, goes over the rank's connection, with the number of steps that come before it. Only the
-core writes steps, and each rank its own words. Linux alone has these calls (memfd_create(2),
-eventfd(2)).
+or too long, goes over the rank's connection, with the number of steps that come before it; a step
+has the number of the call that comes before it. Only the core writes steps, and each rank its own
+words. Linux alone has these calls (memfd_create(2), eventfd(2)).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _NUM_ANSWERS = 8
 """Steps whose words are kept."""
 
 _WORD = struct.Struct("Q")
+_HEAD = struct.Struct("QQ")
+"""Before a step: its bytes, and the number of the call that it follows."""
 _LOW = (1 << 32) - 1
 _STEP, _CALL = 1, 1 << 32
 """What is added to an eventfd for a step, and for a call over the connection."""
@@ -57,18 +59,21 @@ class StepBoard:
         """What a rank's process is to inherit."""
         return BoardFiles(self._memory, self._events[rank], len(self._events))
 
-    def write(self, message: bytes) -> bool:
-        """Write a step and tell all ranks; False where there is no space for it."""
+    def write(self, message: bytes, after: int = 0) -> bool:
+        """Write a step and tell all ranks; False where there is no space for it.
+
+        ``after``: the number of the last call before it over every connection, 0 for none.
+        """
         places = self._places
-        if len(message) > _PLACE_BYTES - _WORD.size:
+        if len(message) > _PLACE_BYTES - _HEAD.size:
             return False
         number = self.num_written
         # A rank that has not taken what the place had: only after interruptions.
         if number >= _NUM_PLACES and min(places.taken(self._shared)) <= number - _NUM_PLACES:
             return False
         start = places.of_step(number)
-        _WORD.pack_into(self._shared, start, len(message))
-        start += _WORD.size
+        _HEAD.pack_into(self._shared, start, len(message), after)
+        start += _HEAD.size
         self._shared[start : start + len(message)] = message
         self.num_written += 1
         for event in self._events:
@@ -90,12 +95,14 @@ class RankBoard:
         self._rank = rank
         self.num_read = 0
 
-    def read(self) -> bytes:
-        """The next step, which was told of."""
+    def read(self, last_call: int) -> bytes | None:
+        """The next step, which was told of; None if it follows a call after ``last_call``."""
         places = self._places
         start = places.of_step(self.num_read)
-        (length,) = _WORD.unpack_from(self._shared, start)
-        message = self._shared[start + _WORD.size : start + _WORD.size + length]
+        length, after = _HEAD.unpack_from(self._shared, start)
+        if after > last_call:
+            return None
+        message = self._shared[start + _HEAD.size : start + _HEAD.size + length]
         self.num_read += 1
         places.set_taken(self._shared, self._rank, self.num_read)
         return message
