@@ -489,7 +489,7 @@ def test_adapters_outlive_a_sleep(
 
 def test_wrong_names_and_settings(tiny_model: Path, adapters: dict[str, Path]) -> None:
     core = EngineCore(config(tiny_model, {"a": adapters["adapter-0"]}))
-    for name in ("", 3, None, "x" * 257, "\ud800"):
+    for name in ("", 3, None, "x" * 257, "\ud800", "a\nINFO b", "a\0b", "\u202e"):
         with pytest.raises(InvalidRequest, match="lora_name"):
             core.load_adapter(name, str(adapters["adapter-0"]))
         if name is not None:

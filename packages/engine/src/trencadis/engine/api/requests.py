@@ -66,11 +66,11 @@ def check_request_id(request_id: str | None) -> None:
 
 
 def check_adapter_name(name: object, field: str) -> None:
-    """Raise `InvalidRequest` for what cannot name an adapter."""
-    if not is_text(name) or not 1 <= len(name) <= MAX_ADAPTER_NAME:
+    """Raise `InvalidRequest` for what cannot name an adapter, or would break lines of a log."""
+    if not is_text(name) or not 1 <= len(name) <= MAX_ADAPTER_NAME or not name.isprintable():
         raise InvalidRequest(
-            f"{field} must be the name of an adapter, a text of 1 to {MAX_ADAPTER_NAME} characters "
-            f"that UTF-8 can encode, got {shown(name)}",
+            f"{field} must be the name of an adapter, a text of 1 to {MAX_ADAPTER_NAME} printable "
+            f"characters that UTF-8 can encode, got {shown(name)}",
             field,
         )
 
