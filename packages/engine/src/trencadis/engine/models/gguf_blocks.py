@@ -36,17 +36,13 @@ class BlockType:
 
     def packed(self, rows: torch.Tensor) -> PackedWeight:
         """The weight of uint8 ``[outputs, bytes]``, blocks that follow each other."""
-        outputs = len(rows)
-        integers, *others = self.read(rows.reshape(-1, self.bytes))
-        scales, minimums = (
-            None if each is None else each.reshape(outputs, -1).contiguous() for each in others
-        )
-        steps = integers.reshape(outputs, -1)
-        assert scales is not None  # noqa: S101  (each type has scales)
+        shape = len(rows), -1
+        integers, scales, minimums = self.read(rows.reshape(-1, self.bytes))
+        steps = integers.reshape(shape)
         return PackedWeight(
             pack_int4(steps) if self.bits == 4 else steps.to(torch.int8),
-            scales,
-            minimums=minimums,
+            scales.reshape(shape).contiguous(),
+            minimums=None if minimums is None else minimums.reshape(shape).contiguous(),
         )
 
 
