@@ -131,6 +131,22 @@ def types_of(llm: LLM) -> dict[str, type]:
     return {name.rpartition(".")[2]: type(module) for name, module in modules}
 
 
+def test_what_is_packed_is_out_of_the_way_of_other_programs(tmp_path: Path) -> None:
+    """Which load every file of tensors that is beside a configuration, as vLLM does."""
+    target = conversion.convert_gguf(write_model(tmp_path / "a.gguf", "Q4_0", is_tied=True))
+    files = sorted(str(file.relative_to(target)) for file in target.rglob("*.safetensors"))
+    assert files == ["model.safetensors", "packed/model.safetensors"]
+
+
+def test_a_packed_file_that_is_damaged_is_converted_again(tmp_path: Path) -> None:
+    file = write_model(tmp_path / "a.gguf", "Q4_0", is_tied=True)
+    packed = conversion.convert_gguf(file) / "packed/model.safetensors"
+    whole = packed.read_bytes()
+    packed.write_bytes(whole[: len(whole) // 2])
+    conversion.convert_gguf(file)
+    assert packed.read_bytes() == whole
+
+
 @pytest.mark.parametrize(("name", "is_tied"), [(name, name != "Q6_K") for name in BLOCK_TYPES])
 def test_a_packed_model_has_the_weights_that_transformers_expands(
     tmp_path: Path, name: str, *, is_tied: bool

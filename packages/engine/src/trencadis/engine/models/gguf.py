@@ -1,6 +1,6 @@
 """Converts a GGUF file to safetensors in the user's cache directory, once.
 
-In bf16, for every device, and beside it packed, as far as `packed_gguf` reads the file.
+In bf16, for every device, and below it packed, as far as `packed_gguf` reads the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trencadis.engine.models.weight_files import has_all_tensors
 
 logger = logging.getLogger("trencadis.engine")
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the conversion. Increase it to invalidate older conversions."""
 
 _MAGIC = b"GGUF"
@@ -145,7 +145,8 @@ def _is_whole(target: Path) -> bool:
     """Whether no file is empty, and those of the weights have the sizes that their headers say."""
     return all(
         file.stat().st_size > 0 and (file.suffix != ".safetensors" or has_all_tensors(file))
-        for file in target.iterdir()
+        for file in target.rglob("*")
+        if file.is_file()
     )
 
 

@@ -1,4 +1,4 @@
-"""Keeps the weights of a GGUF file packed, in a file beside its conversion to bf16.
+"""Keeps the weights of a GGUF file packed, in a file below its conversion to bf16.
 
 transformers renames the tensors of a file, and reorders the rows of some. So each tensor is
 compared with what transformers has made of the file: it is the weight of the layer that has the
@@ -22,7 +22,9 @@ from trencadis.engine.models.gguf_blocks import BLOCK_TYPES
 from trencadis.engine.models.packed_formats import Packing, Tensors
 from trencadis.engine.models.packed_weight import PackedWeight
 
-_FILE = "packed.safetensors"
+_FILE = "packed/model.safetensors"
+"""In a directory of its own: other programs read all safetensors that are beside a configuration.
+"""
 
 _PLAIN_TYPES = ("F32", "F16", "BF16", "F64")
 
@@ -63,7 +65,9 @@ def write_packed(gguf: Path, model: nn.Module, target: Path) -> None:
     if kept:
         others = sorted(set(expanded) - set(_PLAIN_TYPES))
         about = {"type": packed.most_common(1)[0][0], "expanded": ", ".join(others)}
-        save_file(kept, target / _FILE, {"format": "pt", **about})
+        file = target / _FILE
+        file.parent.mkdir()
+        save_file(kept, file, {"format": "pt", **about})
 
 
 def read_gguf_packing(directory: Path) -> Packing | None:
