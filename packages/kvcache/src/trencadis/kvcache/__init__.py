@@ -1,6 +1,7 @@
 """Bookkeeping for a paged KV cache: blocks, prefix cache, swap and defragmentation."""
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from trencadis.kvcache.block_key import BlockKey
 from trencadis.kvcache.block_pool import BlockMap, BlockPool
@@ -16,7 +17,6 @@ from trencadis.kvcache.copy_plan import (
 )
 from trencadis.kvcache.decode_layout import NO_OWNER, DecodeLayout, lay_out, lay_out_pairs
 from trencadis.kvcache.defrag import Defragmenter, DefragPlan, warm_up_defragmenter
-from trencadis.kvcache.disk_tier import DiskTier
 from trencadis.kvcache.errors import (
     CannotCopy,
     DuplicateSequence,
@@ -33,16 +33,12 @@ from trencadis.kvcache.errors import (
     OutOfSlots,
     UnknownSequence,
 )
-from trencadis.kvcache.host_tier import HostTier
-from trencadis.kvcache.layer_groups import LayerGroups, group_layers
 from trencadis.kvcache.manager import AllocStatus, BlockManager
 from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher, decode_extra_keys
 from trencadis.kvcache.remapper import BlockRemapper
 from trencadis.kvcache.rounding import ceil_div, num_passed_blocks
 from trencadis.kvcache.state_slots import PADDING_SLOT, StateSlots
 from trencadis.kvcache.swapper import HostBlockPool
-from trencadis.kvcache.tier import BlockTier, Content, TierCounters
-from trencadis.kvcache.tier_transfers import TierTransfers
 from trencadis.kvcache.transfers import BandwidthGovernor
 
 __all__ = [
@@ -104,13 +100,29 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from trencadis.kvcache.disk_tier import DiskTier
+    from trencadis.kvcache.host_tier import HostTier
+    from trencadis.kvcache.layer_groups import LayerGroups, group_layers
+    from trencadis.kvcache.tier import BlockTier, Content, TierCounters
+    from trencadis.kvcache.tier_transfers import TierTransfers
+
     __version__: str
 else:
+    _LOADED_ON_USE = {
+        "BlockTier": "tier",
+        "Content": "tier",
+        "DiskTier": "disk_tier",
+        "HostTier": "host_tier",
+        "LayerGroups": "layer_groups",
+        "TierCounters": "tier",
+        "TierTransfers": "tier_transfers",
+        "group_layers": "layer_groups",
+    }
 
-    def __getattr__(name: str) -> str:
-        """Looks the version up on first use: ``importlib.metadata`` takes 30 ms to import."""
+    def __getattr__(name: str) -> Any:
+        """Finds what few hosts use, and the version: their imports take as long as the others."""
         if name == "__version__":
-            from importlib.metadata import version  # noqa: PLC0415
-
-            return version("trencadis-kvcache")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return import_module("importlib.metadata").version("trencadis-kvcache")
+        if name not in _LOADED_ON_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_LOADED_ON_USE[name]}"), name)
