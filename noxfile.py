@@ -49,6 +49,9 @@ TEST_TOOLS = (*PYTEST, "httpx", "trustme", "jsonschema", "anthropic", "promql-pa
 BROWSER_TOOLS = ("playwright",)
 """Opens the dashboard in a Chromium that the machine has; it brings none."""
 
+CHART_TOOLS = ("helm-python-sdk", "kubernetes-validate")
+"""Helm as a library, and the schemas of Kubernetes."""
+
 CLIENTS = ("litellm", "langchain-openai", "pydantic-ai-slim[openai]", "schemathesis")
 """Libraries of other projects that talk to the server. Some hundred packages come with them."""
 
@@ -103,7 +106,7 @@ SHARED = Path(".nox/shared").absolute()
 NO_NETWORK = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 """litellm asks for prices when it is imported."""
 
-SHARED_TOOLS = (*TEST_TOOLS, *BROWSER_TOOLS, *CLIENTS, *TYPE_CHECKERS)
+SHARED_TOOLS = (*TEST_TOOLS, *BROWSER_TOOLS, *CHART_TOOLS, *CLIENTS, *TYPE_CHECKERS)
 """What it has besides all packages with all extras."""
 
 GAUDI_SAMPLE = (
