@@ -14,6 +14,7 @@ from test_ranks import _one_thread, start  # noqa: F401  (fixtures)
 
 from trencadis.engine import AdapterError, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.devices.inductor import cpp_compiler_missing
 
 NAMES = ("a", "b", "c", None)
 PROMPTS = [tuple(range(3 + i, 9 + 3 * i)) for i in range(8)]
@@ -78,6 +79,36 @@ def test_ranks_compute_what_peft_does(
     whole = sum(path.stat().st_size for path in folders["a"].glob("*.safetensors"))
     (first,) = (each for each in core.adapters if each.name == "a")
     assert first.loaded.num_bytes == pytest.approx(whole, rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cpp_compiler_missing() is not None, reason="needs a C++ compiler")
+def test_compiled_ranks_compute_what_peft_does(
+    tiny_model: Path,
+    tmp_path: Path,
+    start: Callable[..., EngineCore],  # noqa: F811
+) -> None:
+    """Nothing is compiled after the warm-up, whatever is loaded."""
+    folders = {
+        "a": save_adapter(tiny_model, tmp_path / "a", rank=4, seed=1),
+        "b": save_adapter(tiny_model, tmp_path / "b", rank=8, seed=2, targets=["o_proj", "v_proj"]),
+        "c": save_adapter(tiny_model, tmp_path / "c", rank=1, seed=3, targets=["down_proj"]),
+    }
+    reference = Reference(tiny_model, folders)
+    settings = {**SMALL, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "compile": True}
+    cache = tmp_path / "programs"
+    changes = {**settings, "warmup": "full", "compile_cache": str(cache)}
+    core = start(tiny_model, 2, **changes, lora_modules={"a": str(folders["a"])})
+    compiled = sorted(cache.rglob("*.so"))
+    assert compiled
+    for name in "bc":
+        core.load_adapter(name, str(folders[name]))
+    assert tokens_of(core) == {
+        number: reference.tokens(NAMES[number % len(NAMES)], prompt, 8)
+        for number, prompt in enumerate(PROMPTS)
+    }
+    assert core.stats.num_cold_forwards == 0
+    assert sorted(cache.rglob("*.so")) == compiled
 
 
 @pytest.mark.slow

@@ -209,6 +209,25 @@ def test_what_ranks_cannot_do_yet_is_rejected_by_its_name(
     assert caught.value.field == field
 
 
+class Unreadable:
+    """A pickle that no process can read."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, ("no number",)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_read_a_call_ends(
+    tiny_model: Path, start: Callable[..., EngineCore], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would answer no later one either."""
+    executor = start(tiny_model).executor
+    assert isinstance(executor, RankExecutor)
+    with pytest.raises(RankError, match=r"\(exit code 1\) has ended"):
+        executor.processes.call("probe", Unreadable(), limit_s=LIMIT_SECONDS)
+    assert "A call cannot be read" in capfd.readouterr().err
+
+
 def test_one_process_alone_never_takes_the_setting(tiny_model: Path) -> None:
     config = EngineConfig(model=str(tiny_model), tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="for serving alone"):

@@ -9,11 +9,15 @@ to the cores of a node before it reads its weights has its memory there, too
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
 """Where the kernel lists them (Documentation/ABI/stable/sysfs-devices-node)."""
+
+CORES = Path("/sys/devices/system/cpu")
+"""Where it says which of them are threads of one core
+(Documentation/ABI/stable/sysfs-devices-system-cpu)."""
 
 
 def node_cores(
@@ -38,9 +42,27 @@ def node_cores(
     return [cores for _, cores in sorted(found)]
 
 
-def rank_cores(nodes: Sequence[Sequence[int]], num_ranks: int) -> list[tuple[int, ...]]:
+def siblings(number: int, directory: Path | None = None) -> tuple[int, ...]:
+    """The threads of one core, of which ``number`` is one; itself where the kernel does not tell.
+
+    Linux gives each thread a number, as if it were a core. ``directory``: as `CORES`.
+    """
+    path = (directory or CORES) / f"cpu{number}" / "topology" / "thread_siblings_list"
+    try:
+        found = _parse_list(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        found = set()
+    return tuple(sorted(found | {number}))
+
+
+def rank_cores(
+    nodes: Sequence[Sequence[int]],
+    num_ranks: int,
+    siblings: Callable[[int], Sequence[int]] = siblings,
+) -> list[tuple[int, ...]]:
     """The cores of each rank: of one node, which ranks that share it divide.
 
+    Two ranks get threads of one core (``siblings``) only where there are more ranks than cores.
     Nothing where there are not several nodes, or a rank would have no core: then no rank is bound.
     """
     if len(nodes) < 2:
@@ -50,11 +72,23 @@ def rank_cores(nodes: Sequence[Sequence[int]], num_ranks: int) -> list[tuple[int
         of_node = list(range(num_ranks))
     shares: list[tuple[int, ...]] = []
     for rank, node in enumerate(of_node):
-        cores, sharing = nodes[node], of_node.count(node)
-        place = rank - of_node.index(node)
-        first, end = (len(cores) * each // sharing for each in (place, place + 1))
-        shares.append(tuple(cores[first:end]))
+        sharing, place = of_node.count(node), rank - of_node.index(node)
+        units = _units(nodes[node], sharing, siblings)
+        first, end = (len(units) * each // sharing for each in (place, place + 1))
+        shares.append(tuple(sorted(number for unit in units[first:end] for number in unit)))
     return shares if all(shares) else []
+
+
+def _units(
+    numbers: Sequence[int], num_ranks: int, siblings: Callable[[int], Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """What ``num_ranks`` ranks divide: the threads of each core, or single threads of too few."""
+    threads: dict[Sequence[int], list[int]] = {}
+    for number in numbers:
+        threads.setdefault(siblings(number), []).append(number)
+    if len(threads) < num_ranks:
+        return [(number,) for number in numbers]
+    return [tuple(each) for each in threads.values()]
 
 
 def _parse_list(text: str) -> set[int]:

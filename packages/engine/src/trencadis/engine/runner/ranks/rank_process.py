@@ -160,6 +160,9 @@ def _read_calls(reader: MessageReader, calls: CallQueue) -> None:
             calls.put(reader.receive())
     except (EOFError, OSError):
         calls.put(None)
+    except Exception:  # what comes after it cannot be told from the rest of it
+        logger.exception("A call cannot be read, and this rank ends")
+        os._exit(1)
 
 
 def _reject(error: EngineError, calls: CallQueue, connection: socket.socket) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trencadis.engine.devices import Device, class_of_device
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.models.loader import check_weight_files
+from trencadis.engine.models.loader import ModelSpec, check_weight_files
 from trencadis.engine.models.rank_loading import divide
 from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.runner.worker import inspected
@@ -30,10 +30,15 @@ def check_config(config: EngineConfig) -> None:
 
     As far as its files and settings tell, without a device and without its weights.
     """
-    checked_device(config)
     spec = inspected(config)
-    divide(spec.config, spec.layers, spec.source, RankPart(0, config.tensor_parallel_size))
+    check_ranks(config, spec)
     check_weight_files(spec)
+
+
+def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
+    """As `check_config`, but for the model itself, which has these facts."""
+    checked_device(config)
+    divide(spec.config, spec.layers, spec.source, RankPart(0, config.tensor_parallel_size))
 
 
 def _conflict(config: EngineConfig, field: str, value: object, remedy: str) -> ConfigError:
