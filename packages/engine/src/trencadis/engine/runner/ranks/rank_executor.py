@@ -64,8 +64,7 @@ class RankExecutor:
     """An `Executor` with ``config.tensor_parallel_size`` processes on this machine.
 
     Its methods raise `RankError` once a rank has ended, hangs or computes something else than the
-    others: then none of them is left, and the core cannot go on. Raises `ConfigError` for settings
-    that ranks cannot have (`unsupported`).
+    others: then none of them is left, and the core cannot go on. Raises as `check_config`.
     """
 
     on_cold: Callable[[object], None]
@@ -73,6 +72,7 @@ class RankExecutor:
 
     def __init__(self, config: EngineConfig, *, records: bool = True) -> None:
         device = checked_device(config)
+        check_config(config)  # before the processes, which take seconds to start
         size = config.tensor_parallel_size
         environments = [device.rank_environment(rank, size) for rank in range(size)]
         cores = device.rank_cores(size) if config.cpu_numa == "auto" else ()
