@@ -198,7 +198,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine.devices.hpu": [
         {"bridge", "kernels"},
-        {"attention", "experts"},
+        {"attention", "experts", "fp8_linear"},
         {"kernel_trials"},
         {"device"},
     ],

@@ -535,6 +535,36 @@ def test_the_norm_kernel_takes_three_dimensions_of_one_type(lazy_gaudi):
         FusedRMSNorm.apply(rows.bfloat16(), gamma, 0.0)
 
 
+def test_products_of_fp8_have_one_type_and_scales_of_rows_in_two_dimensions(eager_gaudi):
+    ops, e4m3 = torch.ops.hpu, torch.float8_e4m3fn
+    rows = torch.ones(3, 4, device=DEVICE)
+    steps, _ = ops.cast_to_fp8_v2(rows, torch.tensor(2.0, device=DEVICE), False, False, e4m3)
+    scales = torch.full((3, 1), 0.5, device=DEVICE)
+
+    def product(a, b, scale=scales, bias=None):
+        return ops.fp8_gemm_v2(a, False, b, True, None, torch.float32, scale, None, bias)
+
+    assert product(steps, steps).tolist() == [[8.0] * 3] * 3
+    with pytest.raises(RuntimeError, match=r"one of .float, bfloat16"):
+        ops.cast_to_fp8_v2(rows.half(), None, False, False, e4m3)
+    with pytest.raises(RuntimeError, match=r"float8_e4m3fn with torch\.float8_e5m2"):
+        product(steps, steps.to(torch.float8_e5m2))
+    with pytest.raises(RuntimeError, match=r"a bias of torch\.bfloat16 for torch\.float32"):
+        product(steps, steps, bias=torch.ones(3, device=DEVICE).bfloat16())
+    with pytest.raises(RuntimeError, match="scales of rows for 3 dimensions"):
+        product(steps.unsqueeze(0), steps)
+    with pytest.raises(RuntimeError, match=r"a scale of torch\.bfloat16"):
+        product(steps, steps, scales.bfloat16())
+
+
+@pytest.mark.parametrize(("name", "is_number"), [("GAUDI2", False), ("GAUDI3", True)])
+def test_a_gaudi_2_has_no_numbers_beyond_240(eager_gaudi, monkeypatch, name, is_number):
+    monkeypatch.setenv("GAUDI_STANDIN_NAME", name)
+    large = torch.full((1, 1), 256.0).to(torch.float8_e4m3fn).to(DEVICE)
+    product = torch.ops.hpu.fp8_gemm_v2(large, False, large, True, None, torch.float32)
+    assert product.isfinite().item() is is_number
+
+
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 def test_lazy_mode_stores_64_bit_integers_in_32_bits(stand_in, mode):
     with stand_in(mode):

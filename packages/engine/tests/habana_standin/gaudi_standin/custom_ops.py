@@ -6,10 +6,13 @@ habana_frameworks/torch/hpex/kernels/RotaryPosEmbeddingHelper.py:107`` (rotary_p
 ``block_softmax_adjustment`` is newer than that release: vllm-project/vllm-gaudi 091bbad,
 ``vllm_gaudi/extension/ops.py:142-144``, which uses it from 1.22.0.494 on Gaudi 3
 (``extension/features.py:86-89``). ``mixture_of_experts`` here is its overload ``fused_weights``
-(``habana_kernels/kernels_register.cpp:2468``).
+(``habana_kernels/kernels_register.cpp:2468``). FP8: ``habana_eager/
+eager_custom_op_register.cpp:2150, 2167``, ``hpu_ops/backend/fp8_ops.cpp``.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -25,9 +28,15 @@ _SCHEMAS = (
     "int experts_max) -> Tensor",
     "block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, "
     "SymInt batch_size, SymInt[] out_shape) -> Tensor",
+    "cast_to_fp8_v2(Tensor input, Tensor? scale=None, bool stochastic_rounding=False, "
+    "bool is_amax=False, ScalarType dtype=None, int[]? scale_shape=None) -> (Tensor, Tensor)",
+    "fp8_gemm_v2(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, ScalarType out_dtype, "
+    "Tensor? A_scale_inv=None, Tensor? B_scale_inv=None, Tensor? bias=None, bool accumulate=False, "
+    "int[]? B_scale_shape=None) -> Tensor",
 )
 _BLOCKWISE = 0
 _NORM_RANK = 3
+_ROWS_RANK = 2
 
 
 def register() -> torch.library.Library:
@@ -137,6 +146,69 @@ def _mixture_of_experts(
         share = (router_weights * (expert_routing_table == number)).sum(-1, keepdim=True)
         out = out + (torch.nn.functional.silu(gate) * up) @ down.t() * share
     return out
+
+
+def _cast_to_fp8_v2(
+    input: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    stochastic_rounding: bool = False,
+    is_amax: bool = False,
+    dtype: torch.dtype | None = None,
+    scale_shape: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # fp8_ops.cpp:200-213; numbers beyond the largest one become that.
+    if input.dtype not in (torch.float32, torch.bfloat16):
+        raise RuntimeError("CastToFp8V2 input dtype must be one of [float, bfloat16, ...]")
+    if stochastic_rounding or is_amax or scale_shape is not None or dtype is None:
+        raise NotImplementedError("the stand-in rounds to the nearest, without amax")
+    largest = _largest_fp8(dtype)
+    wide = input.float() if scale is None else input.float() * scale.float()
+    empty = torch.empty(0, dtype=torch.float32, device=input.device)
+    return wide.clamp(-largest, largest).to(dtype), empty
+
+
+def _largest_fp8(dtype: torch.dtype) -> float:
+    """E4M3 of Gaudi 2 ends at 240: ``hpu_ops/backend/optimizer_adamw_gen.cpp:211``, and vllm-gaudi,
+    ``extension/ops.py:25-30``."""
+    is_gaudi2 = os.environ.get("GAUDI_STANDIN_NAME") == "GAUDI2"
+    return 240.0 if is_gaudi2 and dtype is torch.float8_e4m3fn else torch.finfo(dtype).max
+
+
+def _as_read(steps: torch.Tensor) -> torch.Tensor:
+    """What the device takes the bits for: beyond the largest number, NaN."""
+    wide = steps.float()
+    return torch.where(wide.abs() > _largest_fp8(steps.dtype), torch.nan, wide)
+
+
+def _fp8_gemm_v2(
+    a: torch.Tensor,
+    trans_a: bool,
+    b: torch.Tensor,
+    trans_b: bool,
+    d: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    a_scale: torch.Tensor | None = None,
+    b_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+    scale_shape: list[int] | None = None,
+) -> torch.Tensor:
+    if trans_a or not trans_b or d is not None or accumulate or scale_shape is not None:
+        raise NotImplementedError("the stand-in multiplies A with the transposed B")
+    if not a.dtype == b.dtype == torch.float8_e4m3fn:
+        raise RuntimeError(f"fp8_gemm_v2: {a.dtype} with {b.dtype}")
+    if bias is not None and bias.dtype != out_dtype:
+        raise RuntimeError(f"fp8_gemm_v2: a bias of {bias.dtype} for {out_dtype}")
+    # Scales of rows are used with two dimensions alone: vllm-gaudi, ``ops/hpu_fp8.py:128``.
+    if a_scale is not None and a_scale.numel() > 1 and a.dim() != _ROWS_RANK:
+        raise RuntimeError(f"fp8_gemm_v2: scales of rows for {a.dim()} dimensions")
+    out = _as_read(a) @ _as_read(b).t()
+    for scale in (a_scale, b_scale):
+        if scale is not None and scale.dtype is not torch.float32:
+            raise RuntimeError(f"fp8_gemm_v2: a scale of {scale.dtype}")
+        out = out if scale is None else out * scale
+    out = out.to(out_dtype)
+    return out if bias is None else out + bias
 
 
 def _block_softmax_adjustment(

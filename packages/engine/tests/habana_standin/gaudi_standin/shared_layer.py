@@ -25,7 +25,15 @@ aten = torch.ops.aten
 _SUPPORTED = frozenset(
     {
         *("_to_copy", "_unsafe_view", "alias", "as_strided", "clamp", "clone", "copy", "copy_"),
-        *("full", "mixture_of_experts", "rms_norm", "rotary_pos_embedding", "sdpa_recomp_fwd"),
+        *(
+            "cast_to_fp8_v2",
+            "fp8_gemm_v2",
+            "full",
+            "mixture_of_experts",
+            "rms_norm",
+            "rotary_pos_embedding",
+            "sdpa_recomp_fwd",
+        ),
         *("slice", "slice_scatter", "select_scatter", "split", "squeeze", "sum", "view"),
     }
 )

@@ -37,6 +37,7 @@ KERNELS = (
     "FusedRMSNorm",
     "apply_rotary_pos_emb",
     "mixture_of_experts",
+    "fp8_gemm_v2",
     "index_copy_",
     "index_reduce_ amax",
 )

@@ -1,6 +1,7 @@
 """Reads the packed weights of quantised checkpoints, in the bits of the file.
 
-compressed-tensors with integers of 8 and 4 bits and FP8, GPTQ and AWQ. Each reader turns the
+compressed-tensors with integers of 8 and 4 bits and FP8, FP8 as the makers of models publish it,
+GPTQ and AWQ. Each reader turns the
 tensors of a linear layer into a `PackedWeight`, which equals what the format's own definition
 unpacks.
 Activations are not quantised, whatever a checkpoint says of them.
@@ -9,7 +10,8 @@ Activations are not quantised, whatever a checkpoint says of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -22,6 +24,7 @@ from trencadis.engine.models.packed_weight import (
     WeightFormat,
     pack_int4,
 )
+from trencadis.kvcache import ceil_div
 
 Tensors = Mapping[str, torch.Tensor]
 """Of a layer, by the end of their names, such as ``qweight``."""
@@ -68,7 +71,7 @@ def read_packing(config: Any, name: str) -> Packing | None:
         raise ModelError(
             f"{name} cannot be served: its weights are packed as {method}"
             f"{_detail(settings, error)}, which is not read. Serve its checkpoint in bf16, or one "
-            "of compressed-tensors (int8, int4, FP8), GPTQ or AWQ"
+            "of compressed-tensors (int8, int4, FP8), FP8, GPTQ or AWQ"
         ) from error
 
 
@@ -93,7 +96,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
     bits, is_float = weights["num_bits"], weights["type"] == "float"
     strategy, size = weights["strategy"], weights.get("group_size")
     stored = group.get("format") or settings["format"]
-    if strategy not in ("tensor", "channel", "group"):
+    if strategy not in ("tensor", "channel", "group", *(("block",) if is_float else ())):
         raise _NotRead(f"scales by {strategy}")
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _NotRead("sparse weights")
@@ -101,6 +104,10 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
         raise _NotRead("transforms of activations")
     if (bits, is_float) not in ((8, False), (4, False), (8, True)):
         raise _NotRead(f"{weights['type']} of {bits} bits")
+    if strategy == "block":
+        block = _block(weights["block_structure"])
+        form = WeightFormat("compressed-tensors", bits, is_float, block[1])
+        return Packing(form, "weight_scale", functools.partial(_of_blocks, block=block))
     form = WeightFormat("compressed-tensors", bits, is_float, size if strategy == "group" else 0)
     if stored == "pack-quantized" and not is_float:
         return Packing(form, "weight_packed", functools.partial(_pack_quantized, bits=bits))
@@ -139,6 +146,42 @@ def _pack_quantized(tensors: Tensors, bits: int) -> PackedWeight:
         zeros = _of_outputs(zeros, outputs)
     scales = _of_outputs(tensors["weight_scale"], outputs)
     return _packed(_of_bits(steps, bits), scales, zeros, tensors.get("weight_g_idx"))
+
+
+def _fp8(settings: Mapping[str, Any]) -> Packing:
+    """With scales of blocks, as DeepSeek and Qwen publish it, or of layers, as AutoFP8 writes it.
+
+    transformers, ``FineGrainedFP8Config``; vLLM, ``model_executor/layers/quantization/fp8.py``.
+    """
+    if settings.get("fmt", "e4m3") != "e4m3":
+        raise _NotRead(f"numbers of {settings['fmt']}")
+    if settings.get("weight_block_size") is None:
+        return Packing(WeightFormat("fp8", 8, is_float=True), "weight_scale", _plain_quantized)
+    block = _block(settings["weight_block_size"])
+    form = WeightFormat("fp8", 8, is_float=True, group=block[1])
+    return Packing(form, "weight_scale_inv", functools.partial(_of_blocks, block=block))
+
+
+def _block(sizes: Sequence[int]) -> tuple[int, int]:
+    rows, columns = sizes
+    if not (isinstance(rows, int) and isinstance(columns, int) and min(rows, columns) > 0):
+        raise _NotRead(f"blocks of {sizes}")
+    return rows, columns
+
+
+def _of_blocks(tensors: Tensors, block: tuple[int, int]) -> PackedWeight:
+    """A scale for each block of outputs and inputs, the last of which may be smaller."""
+    steps = tensors["weight"]
+    scales = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
+    if scales is None or steps.dtype is not torch.float8_e4m3fn:
+        raise ModelError(f"weights of {steps.dtype} have no scales of blocks")
+    (outputs, inputs), (rows, columns) = steps.shape, block
+    expected = (ceil_div(outputs, rows), ceil_div(inputs, columns))
+    if scales.shape != expected:
+        raise ModelError(f"scales are {list(scales.shape)} for {list(expected)} blocks")
+    group = math.gcd(columns, inputs)  # the last block may be smaller
+    of_columns = scales.float()[:, torch.arange(0, inputs, group) // columns]
+    return PackedWeight(steps.contiguous(), of_columns.repeat_interleave(rows, 0)[:outputs].clone())
 
 
 def _gptq(settings: Mapping[str, Any]) -> Packing:
@@ -194,6 +237,7 @@ def _read_awq(tensors: Tensors) -> PackedWeight:
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Packing]] = {
     "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
 }

@@ -15,11 +15,14 @@ from torch import nn
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.packed_weight import (
     INT4_ZERO,
+    ROUNDED_AT_A_TIME,
+    TINY,
     PackedWeight,
     QuantizedEmbedding,
     QuantizedLinear,
     WeightFormat,
     pack_int4,
+    rounded_fp8,
 )
 from trencadis.engine.models.replaced_layers import FoundLayer, layers_of, replace_layers
 from trencadis.kvcache import ceil_div
@@ -29,6 +32,7 @@ logger = logging.getLogger("trencadis.engine")
 ROUNDED_FORMATS = {
     "int8": WeightFormat("int8", bits=8),
     "int4": WeightFormat("int4", bits=4, group=32),
+    "fp8": WeightFormat("fp8", bits=8, is_float=True),
 }
 """Those of `EngineConfig.quantization`."""
 
@@ -38,10 +42,6 @@ _FEWEST_OUTPUTS = 32
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What models call the number of outputs of their routers."""
 
-_CHUNK = 1024
-"""Outputs that are rounded at a time: what rounding takes beside its result."""
-
-_TINY = torch.finfo(torch.float32).tiny
 _GIB = 1 << 30
 
 _TRIED_STEPS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
@@ -61,11 +61,15 @@ def round_weights(
     With int4, those of attention are int8, and so are in the first and last eighth of the decoder
     layers those that end their feed-forward network: they cost the most perplexity for a byte.
 
-    The input embedding becomes int8, one weight with the output head where the model ties both.
-    Raises `ConfigError` where less than half of the weights, embeddings apart, are in such layers.
+    The input embedding becomes int8, one weight with the output head where the model ties both;
+    with fp8 both stay bf16, as in checkpoints of FP8. Raises `ConfigError` where less than half of
+    the weights, embeddings apart, are in such layers.
     """
     form = ROUNDED_FORMATS[quantization]
     layers = _layers_to_round(model, form)
+    if form.is_float:
+        _round_to_fp8(model, layers, form)
+        return
     _check_enough_is_rounded(model, [layer for _, _, layer in layers], form)
     # The head has the most to lose, and keeps 8 bits: llama.cpp gives it 6 in files of 4 bits.
     output = getattr(model, "get_output_embeddings", lambda: None)()
@@ -97,14 +101,23 @@ def round_weights(
     replace_layers(layers, rounded)
 
 
+def _round_to_fp8(model: nn.Module, layers: list[FoundLayer], form: WeightFormat) -> None:
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    layers = [each for each in layers if each[2] is not output]
+    _check_enough_is_rounded(model, [layer for _, _, layer in layers], form, apart=output)
+    replace_layers(
+        layers, lambda layer: QuantizedLinear(rounded_fp8(layer.weight.detach()), layer.bias)
+    )
+
+
 def rounded_int8(weight: torch.Tensor) -> PackedWeight:
     """Rounded to -127 to 127 of each output's largest value."""
     steps = weight.new_empty(weight.shape, dtype=torch.int8)
     scales = weight.new_empty((len(weight), 1), dtype=torch.float32)
-    chunks = (torch.split(each, _CHUNK) for each in (weight, scales, steps))
+    chunks = (torch.split(each, ROUNDED_AT_A_TIME) for each in (weight, scales, steps))
     for rows, of_outputs, of_rows in zip(*chunks, strict=True):
         of_outputs.copy_(rows.abs().amax(1, keepdim=True)).div_(127)
-        of_rows.copy_(rows.float().div_(of_outputs.clamp_min(_TINY)).round_())
+        of_rows.copy_(rows.float().div_(of_outputs.clamp_min(TINY)).round_())
     return PackedWeight(steps, scales)
 
 
@@ -124,14 +137,14 @@ def rounded_int4(
         squares = mean_squares.float().view(-1, group)
         means = squares.mean(1, keepdim=True)
         # Where no input of a group was seen, all weigh the same.
-        shares = torch.where(means > _TINY, squares / means.clamp_min(_TINY), shares)
+        shares = torch.where(means > TINY, squares / means.clamp_min(TINY), shares)
     steps = weight.new_empty((outputs, inputs // 2), dtype=torch.uint8)
     scales = weight.new_empty((outputs, inputs // group), dtype=torch.bfloat16)
-    chunks = (torch.split(each, _CHUNK) for each in (weight, scales, steps))
+    chunks = (torch.split(each, ROUNDED_AT_A_TIME) for each in (weight, scales, steps))
     for rows, of_outputs, of_rows in zip(*chunks, strict=True):
         groups = rows.float().unflatten(1, (-1, group))
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-        unit = groups / largest.abs().clamp_min(_TINY)  # squares of tiny weights would be 0
+        unit = groups / largest.abs().clamp_min(TINY)  # squares of tiny weights would be 0
         best, found = torch.zeros_like(largest), torch.zeros_like(largest)
         best_steps = torch.zeros_like(groups)
         for size in _TRIED_STEPS:
@@ -139,7 +152,7 @@ def rounded_int4(
             # The error is the sum of squared weights less this, with the best scale for the steps.
             weighted = tried * shares
             common = (weighted * unit).sum(2, keepdim=True)
-            squares = (weighted * tried).sum(2, keepdim=True).clamp_min(_TINY)
+            squares = (weighted * tried).sum(2, keepdim=True).clamp_min(TINY)
             explained = common.square() / squares
             is_better = explained > best
             found = torch.where(is_better, common / squares, found)
@@ -151,7 +164,7 @@ def rounded_int4(
 
 
 def _int4_steps(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    size = scale.abs().clamp_min(_TINY).copysign(scale)
+    size = scale.abs().clamp_min(TINY).copysign(scale)
     return (groups / size).round_().clamp_(-INT4_ZERO, INT4_ZERO - 1)
 
 
@@ -193,8 +206,16 @@ def _layers_to_round(model: nn.Module, form: WeightFormat) -> list[FoundLayer]:
     ]
 
 
-def _check_enough_is_rounded(model: nn.Module, layers: list[nn.Linear], form: WeightFormat) -> None:
-    """Log how much of the weights is rounded. Raises `ConfigError` for less than half."""
+def _check_enough_is_rounded(
+    model: nn.Module,
+    layers: list[nn.Linear],
+    form: WeightFormat,
+    apart: nn.Module | None = None,
+) -> None:
+    """Log how much of the weights is rounded. Raises `ConfigError` for less than half.
+
+    ``apart``: a layer that does not count, as embeddings.
+    """
     quantization = form.name
     dtypes = {layer.weight.dtype for _, _, layer in layers_of(model, nn.Linear)}
     if torch.bfloat16 not in dtypes:
@@ -204,7 +225,9 @@ def _check_enough_is_rounded(model: nn.Module, layers: list[nn.Linear], form: We
             "quantization",
         )
     embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) or module is apart
     }
     weights = {id(weight): weight for weight in model.parameters()}
     sizes = {name: weight.nbytes for name, weight in weights.items() if name not in embeddings}

@@ -450,7 +450,8 @@ class Worker:
                 "quantization",
             )
         use = self.device.weight_use(form)
-        if use is WeightUse.REJECTED:
+        rounds_for_nothing = packing is None and form.is_float and use is WeightUse.EXPANDED
+        if use is WeightUse.REJECTED or rounds_for_nothing:
             raise ConfigError(
                 f"weights of {form} are not computed on {self.device.name}: serve bf16, or on "
                 "another device",

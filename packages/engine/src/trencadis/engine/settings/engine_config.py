@@ -81,7 +81,7 @@ KVCacheDType = Literal[
 ]
 SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 Runner = Literal["generate", "pooling"]
 ScorePrompt = Literal["auto", "template", "qwen3-reranker", "conversation", "joined"]
 OnBucketMiss = Literal["auto", "compile", "eager", "refuse"]
@@ -267,7 +267,7 @@ class EngineConfig(CapacitySettings):
         group=MODEL,
         help="rounds the bf16 weights of linear layers at load: int8, with a scale for each "
         "output, or int4, for 32 inputs, with attention and some others by int8; embedding and "
-        "output head by int8; not on hpu",
+        "output head by int8; on hpu fp8 alone",
     )
     enable_lora: bool = setting_field(
         False,

@@ -22,6 +22,7 @@ from trencadis.engine.devices.device import Device, Graph, PendingCopy
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.devices.hpu.bridge import LAZY_COLLECTIVES, LAZY_MODE, load_bridge
 from trencadis.engine.devices.hpu.experts import use_static_experts
+from trencadis.engine.devices.hpu.fp8_linear import use_fp8_products
 from trencadis.engine.devices.hpu.kernel_trials import kernel_trials
 from trencadis.engine.devices.hpu.kernels import use_fused_kernels
 from trencadis.engine.devices.kernel_trial import KernelTrial
@@ -123,8 +124,7 @@ class HPUDevice(Device):
         return super().supports(layer)
 
     def weight_use(self, form: WeightFormat) -> WeightUse:
-        del form
-        return WeightUse.REJECTED
+        return WeightUse.MULTIPLIED if form.is_float else WeightUse.REJECTED
 
     def free_memory(self) -> int:
         return self._least(int(self._bridge.hpu.mem_get_info()[0]))
@@ -186,6 +186,9 @@ class HPUDevice(Device):
         recipe of the whole model would be compiled for each bucket.
         """
         use_static_experts(model, self.torch_device)
+        dtype = next(model.parameters()).dtype
+        is_gaudi2 = self.product_name() == "GAUDI2"
+        use_fp8_products(model, self.torch_device, dtype, is_gaudi2=is_gaudi2)
         if (states := state_layers_of(model)) is not None:
             states.use_static_shapes()
         kernels = use_fused_kernels(model, self.torch_device, self._softmax_mode)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from trencadis.engine.devices.hpu.experts import ExpertSizes, experts_trial, num_chosen
+from trencadis.engine.devices.hpu.fp8_linear import fp8_trial
 from trencadis.engine.devices.hpu.kernels import (
     ADJUSTMENT_TRIALS,
     FusedNorm,
@@ -67,6 +68,10 @@ def kernel_trials(
         sizes = ExpertSizes(number, num_chosen(text, number), hidden, inner)
         return experts_trial(device, dtype, sizes)
 
+    def products() -> tuple[torch.Tensor, torch.Tensor]:
+        _find_operation("fp8_gemm_v2")
+        return fp8_trial(device, dtype, outputs=text.hidden_size, inputs=text.hidden_size)
+
     layer_of_experts = next((layer for layer in spec.layers if layer.experts), None)
     return {
         "FusedSDPA": attention,
@@ -75,6 +80,7 @@ def kernel_trials(
         "FusedRMSNorm": norm,
         "apply_rotary_pos_emb": rotary,
         "mixture_of_experts": experts,
+        "fp8_gemm_v2": products,
         "index_copy_": lambda: _index_copy(kv_heads, width, dtype, device),
         "index_reduce_ amax": lambda: _index_reduce(heads, device),
     }
