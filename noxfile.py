@@ -78,6 +78,8 @@ SGLANG = "sglang==0.5.23"
 
 SGLANG_SITE = str(Path("interop/sglang_site").absolute())
 
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+
 NANO_VLLM = os.environ.get("NANO_VLLM", "https://github.com/GeeeekExplorer/nano-vllm")
 NANO_COMMIT = "bb823b3e06983d71485a8e1f23715ebd87d98ef8"
 VLLM_GAUDI = os.environ.get("VLLM_GAUDI", "https://github.com/vllm-project/vllm-gaudi")
@@ -406,7 +408,7 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("host", choices("vllm", "sglang", "ray"))
+@nox.parametrize("host", choices("vllm", "sglang", "ray", "mooncake"))
 def interop(session: nox.Session, host: str) -> None:
     """Tests the libraries inside other runtimes: ``nox -s "interop(vllm)" -- -k nano``."""
     environ = {**ONE_THREAD, "INTEROP_MODEL": small_model(session)}
@@ -414,6 +416,11 @@ def interop(session: nox.Session, host: str) -> None:
     if host == "ray":
         session.install("-c", "constraints.txt", *PYTEST, "ray[serve]", *editable(*PACKAGES))
         session.run(*command, "-W", "ignore", "interop/test_ray.py", *session.posargs, env=environ)
+        return
+    if host == "mooncake":  # needs libibverbs of the system
+        session.install("-c", "constraints.txt", *PYTEST, MOONCAKE, *editable(*PACKAGES))
+        environ["PYTHONPATH"] = "interop"
+        session.run(*command, "interop/test_mooncake.py", *session.posargs, env=environ)
         return
     install_vllm(session)
     session.install("-c", "constraints.txt", *PYTEST, "xxhash")
