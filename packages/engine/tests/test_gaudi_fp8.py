@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from test_packed_weights import FORMATS, quantize
@@ -155,6 +156,21 @@ def test_quantization_fp8_rounds_bf16_and_takes_half_of_its_memory(
     head = weights[nn.Linear].weight.nbytes
     outputs = sum(each.scales.nbytes for each in layers_in(core, FP8Linear))
     assert saved == (linear - head) // 2 - outputs
+
+
+@pytest.mark.gaudi
+def test_weights_are_rounded_before_the_device_has_them(
+    tmp_path: Path, make_tiny_model: Any, eager_gaudi: Any
+) -> None:
+    """A model whose bf16 is larger than the device is served in FP8."""
+    model = make_tiny_model(tmp_path, **{**SIZES, "hidden_size": 512, "intermediate_size": 1024})
+    bf16 = sum(file.stat().st_size for file in tmp_path.glob("**/*.safetensors"))
+    eager_gaudi.memory.limit = bf16 * 9 // 10
+    settings = {"dtype": "bfloat16", "max_model_len": 64, "warmup": "none", "num_blocks": 8}
+    config = EngineConfig(model=model, device="hpu", **settings)
+    assert layers_in(EngineCore(attrs.evolve(config, quantization="fp8")), FP8Linear)
+    with pytest.raises(RuntimeError, match="Allocation failed"):
+        EngineCore(config)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +181,15 @@ def load_model(
     dtype: torch.dtype,
     max_model_len: int,
     divided: DividedModel | None = None,
+    *,
+    round_weights: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """Load the weights onto ``device``, in evaluation mode, with paged attention.
 
     Its rotary frequencies do not depend on the batch, and its rotary embeddings give real numbers.
-    ``divided``: the part of a rank, of which alone the weights are read. Raises `ModelError` when
-    weights are missing.
+    ``divided``: the part of a rank, of which alone the weights are read. ``round_weights`` is
+    called with the model in host memory, so that the device need not hold what it replaces. Raises
+    `ModelError` when weights are missing.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     has_score_head = spec.scoring is not None and not spec.scoring.token_ids
@@ -226,7 +229,10 @@ def load_model(
     pin_frequencies(model, max_model_len)
     use_real_rotary(model)
     angles = {} if device.type == "cpu" else angles_of(model, max_model_len)
-    model = model.to(device).eval().requires_grad_(requires_grad=False)
+    model = model.eval().requires_grad_(requires_grad=False)
+    if round_weights is not None:
+        round_weights(model)
+    model = model.to(device)
     if angles:
         check_angles(model, max_model_len, angles)
     return model  # type: ignore[no-any-return]

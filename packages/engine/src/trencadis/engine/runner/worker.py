@@ -164,13 +164,12 @@ class Worker:
             self._announce_pooling()
         start = before = self._memory_use()
         self._model = load_model(
-            self.spec, self.device.torch_device, self.dtype, self._max_model_len, self._divided
+            *(self.spec, self.device.torch_device, self.dtype, self._max_model_len, self._divided),
+            round_weights=self._round_weights if self.config.quantization != "none" else None,
         )
         if self.computes_embeddings:
             self.embedding_size = embedding_size(self._model)
         before = self._log_memory(f"Pre-loading model weights on {self._place}", before)
-        if self.config.quantization != "none":
-            self._round_weights()
         self.device.kv_cache_dtype = CACHE_DTYPES.get(self.config.kv_cache_dtype)
         self.device.optimize(self._model)
         if self.config.enable_lora:
@@ -189,13 +188,13 @@ class Worker:
         if self._programs_outlive:
             self._programs = self._program_store.of(self._model, self.config)
 
-    def _round_weights(self) -> None:
+    def _round_weights(self, model: nn.Module) -> None:
         quantization = self.config.quantization
         squares = None
         has_states = any(layer.states for layer in self.spec.layers)
         if quantization == "int4" and self._divided is None and not has_states:
-            squares = mean_squares_of_inputs(self._model)
-        round_weights(self._model, quantization, squares)
+            squares = mean_squares_of_inputs(model)
+        round_weights(model, quantization, squares)
 
     def _make_slots(self) -> AdapterLayers:
         """Slots for adapters in the model's layers. Raises `ConfigError` for a model without."""
