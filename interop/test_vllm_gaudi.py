@@ -44,11 +44,12 @@ def run(*command: str, **environ: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_plugin_s_own_tests_of_buckets_pass_on_ours() -> None:
+@pytest.mark.parametrize(("file", "passed"), [("bucketing", 40), ("decode_bucket_hybrid", 12)])
+def test_the_plugin_s_own_tests_of_buckets_pass_on_ours(file: str, passed: int) -> None:
     options = ("-q", "-p", "no:cacheprovider", "-p", "vllm_gaudi_install")
-    file = "tests/unit_tests/test_bucketing.py"
-    printed = run("-m", "pytest", *options, file, TRENCADIS_VLLM_GAUDI="buckets")
-    assert re.search(r"^40 passed", printed, re.MULTILINE), printed[-3000:]
+    path = f"tests/unit_tests/test_{file}.py"
+    printed = run("-m", "pytest", *options, path, TRENCADIS_VLLM_GAUDI="buckets")
+    assert re.search(rf"^{passed} passed", printed, re.MULTILINE), printed[-3000:]
 
 
 def test_ours_has_no_misses_and_as_many_buckets() -> None:

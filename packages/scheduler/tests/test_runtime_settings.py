@@ -27,6 +27,17 @@ def test_other_settings_are_rejected_with_their_place(wrong: Any) -> None:
         ({"temperature_source": "nvml", "thermal_policy_config": {"k_p": 1.0}}, "needs thermal_po"),
         ({"temperature_source": "nothing"}, "nothing"),
         ({"temperature_source": "recorded:/none", "thermal_policy": "none_such"}, "none_such"),
+        ({"temperature_source": "nvml", "thermal_policy": ""}, "thermal policy '' is unknown"),
+        ({"temperature_source": "nvml", "thermal_policy_config": []}, r"\[\]: give an object"),
+        ({"temperature_source": "nvml", "thermal_policy_config": "80"}, "'80': give an object"),
+        (
+            {
+                "temperature_source": "nvml",
+                "thermal_policy": "proportional",
+                "thermal_policy_config": {"name": "two_phase"},
+            },
+            "'proportional' does not take {'name': 'two_phase'}",
+        ),
     ],
 )
 def test_settings_without_what_they_need_are_rejected(settings: Any, text: str) -> None:

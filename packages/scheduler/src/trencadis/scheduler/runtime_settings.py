@@ -34,14 +34,17 @@ def reader_and_guard(
     Raises `ConfigError`.
     """
     source, name = settings.get("temperature_source"), settings.get("thermal_policy")
-    options = settings.get("thermal_policy_config") or {}
-    if options and not name:
+    options = settings.get("thermal_policy_config")
+    options = {} if options is None else options
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"thermal_policy_config is {options!r}: give an object")
+    if options and name is None:
         raise ConfigError(f"thermal_policy_config {options!r} needs thermal_policy: name one")
     if source is None:
         if settings:
             raise ConfigError(f"{settings!r} needs temperature_source: name one, such as nvml")
         return None, None
-    policy = load_thermal_policy(name, **options) if name else None
+    policy = load_thermal_policy(name, **options) if name is not None else None
     devices = ReaderConfig(devices=settings.get("thermal_devices"))
     reader = TemperatureReader(open_source(source), devices)
     return reader, ThermalGuard(policy, reader.state, forget=reader.forget)

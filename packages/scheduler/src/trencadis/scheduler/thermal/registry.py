@@ -25,7 +25,7 @@ ENTRY_POINT_GROUP = "trencadis.thermal_policies"
 """The entry point group in which other packages register their policies."""
 
 
-def load_thermal_policy(name: str, **settings: Any) -> SchedulerThermalPolicy:
+def load_thermal_policy(name: str, /, **settings: Any) -> SchedulerThermalPolicy:
     """Construct the policy ``name`` with ``settings``, which are the fields of its class.
 
     ``name`` is a key of `POLICIES`, the name of an entry point, or ``module:Class``. Raises
