@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from trencadis.server.ray import (  # noqa: E402
     load_of,
     replicas_by_load,
 )
+from trencadis.server.ray_front import MAX_PROMPT_CHARS, prompt_text  # noqa: E402
 
 MODEL = os.environ.get("INTEROP_MODEL", "")
 SETTINGS = {
@@ -65,6 +67,15 @@ def url() -> Iterator[str]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What an engine without Ray answers to 200 prompts."""
+    llm = LLM(MODEL, dtype="float32", max_model_len=256, warmup="none")
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    answers = llm.generate([prompt(number) for number in range(200)], params)
+    return [list(answer.completions[0].token_ids) for answer in answers]
+
+
 def run(settings: dict[str, Any], **deployment: Any) -> None:
     serve.run(build_app({**settings, "deployment": {**REPLICA, **deployment}}), name="llm")
 
@@ -84,7 +95,11 @@ def processes(of: str) -> list[int]:
 
 
 def replicas() -> list[int]:
-    return processes("ray::ServeReplica:llm:EngineReplica")
+    return [
+        pid
+        for name in ("EngineReplica", "RoutedReplica")
+        for pid in processes(f"ray::ServeReplica:llm:{name}")
+    ]
 
 
 def wait_until(condition: Any) -> None:
@@ -128,14 +143,11 @@ def ask(url: str, number: int) -> list[int] | int:
     return tokens if done else 502
 
 
-def test_a_replica_that_is_killed_costs_its_own_requests_alone(url: str) -> None:
-    llm = LLM(MODEL, dtype="float32", max_model_len=256, warmup="none")
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    expected = [
-        list(answer.completions[0].token_ids)
-        for answer in llm.generate([prompt(number) for number in range(200)], params)
-    ]
-    run(SETTINGS, num_replicas=2)
+@pytest.mark.parametrize("front", [{}, {"front": {}}], ids=["proxies", "front"])
+def test_a_replica_that_is_killed_costs_its_own_requests_alone(
+    url: str, expected: list[list[int]], front: dict[str, Any]
+) -> None:
+    run({**SETTINGS, **front}, num_replicas=2)
     first = replicas()
     assert len(first) == 2
     with ThreadPoolExecutor(16) as pool:
@@ -152,7 +164,7 @@ def test_a_replica_that_is_killed_costs_its_own_requests_alone(url: str) -> None
     wait_until(lambda: len(replicas()) == 2 and first[0] not in replicas())
     wait_until(lambda: ask(url, 0) == expected[0])
     serve.delete("llm")
-    wait_until(lambda: not replicas())
+    wait_until(lambda: not processes("ray::ServeReplica:llm"))
     wait_until(lambda: not processes("trencadis.engine.core"))
 
 
@@ -172,6 +184,135 @@ def children(parent: int) -> list[int]:
     tasks = Path(f"/proc/{parent}/task").glob("*/children")
     direct = [int(pid) for task in tasks for pid in task.read_text().split()]
     return [*direct, *(each for pid in direct for each in children(pid))]
+
+
+@contextmanager
+def fronted(settings: dict[str, Any]) -> Iterator[None]:
+    run({**settings, "front": {}}, num_replicas=2)
+    try:
+        yield
+    finally:
+        serve.delete("llm")
+        wait_until(lambda: not processes("ray::ServeReplica:llm"))
+
+
+def metrics_of_replicas(url: str) -> list[dict[str, float]]:
+    """The samples of each of two replicas, which answer in no fixed order."""
+    pages: dict[float, dict[str, float]] = {}
+    ends = time.monotonic() + LIMIT_S
+    while len(pages) < 2:
+        assert time.monotonic() < ends
+        lines = httpx.get(f"{url}/metrics", headers=HEADERS, timeout=LIMIT_S).text.splitlines()
+        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        page = {name: float(value) for name, _, value in samples}
+        pages[page["process_start_time_seconds"]] = page
+    return list(pages.values())
+
+
+def total(url: str, prefix: str) -> float:
+    pages = metrics_of_replicas(url)
+    return sum(value for page in pages for name, value in page.items() if name.startswith(prefix))
+
+
+def test_behind_a_front_every_turn_of_a_conversation_finds_its_prefix(url: str) -> None:
+    body = {"model": "small", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    said: dict[int, list[int]] = {user: [] for user in range(6)}
+    with fronted({**SETTINGS, "max-model-len": 512}):
+        for turn in range(4):
+            for user, earlier in said.items():
+                new = random.Random(f"{user} {turn}").choices(range(1000, 9000), k=64)
+                sent = {**body, "prompt": [*earlier, *new], "return_token_ids": True}
+                answer = httpx.post(
+                    f"{url}/v1/completions", json=sent, headers=HEADERS, timeout=LIMIT_S
+                ).json()
+                cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert cached == max(0, len(earlier) - 1) // 32 * 32  # full blocks
+                earlier += [*new, *answer["choices"][0]["token_ids"]]
+        served = [
+            page_total(page, "vllm:request_success_total") for page in metrics_of_replicas(url)
+        ]
+        assert min(served) > 0, "one replica has served all"
+
+
+def page_total(page: dict[str, float], prefix: str) -> float:
+    return sum(value for name, value in page.items() if name.startswith(prefix))
+
+
+def test_a_front_passes_errors_limits_and_the_end_of_clients(url: str) -> None:
+    body = {"model": "small", "prompt": "hello", "ignore_eos": True, "stream": True}
+    with fronted({**SETTINGS, "max-model-len": 4096, "max-body-size": 20_000}):
+
+        def status(**request: Any) -> int:
+            given = {"headers": HEADERS, **request}
+            return httpx.post(f"{url}/v1/completions", timeout=LIMIT_S, **given).status_code
+
+        assert status(json=body, headers={}) == 401
+        as_json = {**HEADERS, "Content-Type": "application/json"}
+        assert status(content=b"{", headers=as_json) == 400
+        assert status(content=b"[1]", headers=as_json) == 400
+        assert status(json={**body, "model": "other"}) == 404
+        assert status(json={**body, "prompt": "long " * 8000}) == 413
+        assert status(json={**body, "prompt": ["a", "b"], "max_tokens": 2}) == 200
+        assert httpx.get(f"{url}/v1/models", headers=HEADERS, timeout=LIMIT_S).status_code == 200
+        endless = {**body, "max_tokens": 4000}
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=endless, headers=HEADERS, timeout=LIMIT_S
+        ) as stream:
+            next(stream.iter_lines())
+            assert total(url, "vllm:num_requests_running") == 1
+        wait_until(lambda: total(url, "vllm:num_requests_running") == 0)
+        assert total(url, "vllm:generation_tokens_total") < 4000
+
+
+def test_behind_a_front_each_model_has_its_replica(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    models = {name: {"model": MODEL} for name in ("first", "second")}
+    file.write_text(yaml.safe_dump({"models": models}))
+    settings = {
+        name: value
+        for name, value in SETTINGS.items()
+        if name not in ("model", "served-model-name")
+    }
+    settings |= {"multi-model-config": str(file), "auto-switch": True}
+    with fronted(settings):
+
+        def send(model: str) -> None:
+            body = {"model": model, "prompt": "hello", "max_tokens": 2}
+            url_ = f"{url}/v1/completions"
+            answer = httpx.post(url_, json=body, headers=HEADERS, timeout=LIMIT_S)
+            assert (answer.status_code, answer.json()["model"]) == (200, model)
+
+        for _ in range(2):
+            for model in models:
+                send(model)
+                time.sleep(2)  # Ray tells its routers of models once a second
+        settled = total(url, "trencadis:model_switches_total")
+        for _ in range(8):
+            for model in models:
+                send(model)
+        assert total(url, "trencadis:model_switches_total") == settled
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"prompt": "hello"}, "hello"),
+        ({"prompt": [72, 105]}, "Hi"),
+        ({"prompt": [["a"], "b"]}, "ab"),
+        ({"prompt": [0xD800 + 65]}, "A"),  # no text has a surrogate
+        ({"prompt": "\ud800x"}, "?x"),
+        ({"messages": [{"role": "user", "content": "a"}, {"content": [{"text": "b"}]}]}, "ab"),
+        ({"system": "s", "messages": [{"content": "a"}]}, "sa"),
+        ({"instructions": "s", "input": [{"content": "a"}]}, "sa"),
+        ({"messages": 7, "prompt": {"a": 1}}, ""),
+        ({"prompt": [[[[[[[["deep"]]]]]]]]}, ""),
+        ({"prompt": "x" * 100_000}, "x" * MAX_PROMPT_CHARS),
+        ({}, ""),
+    ],
+)
+def test_the_prompt_by_which_a_front_routes(fields: dict[str, Any], text: str) -> None:
+    assert prompt_text(fields) == text
+    text.encode()
 
 
 def test_load_adds_a_replica(url: str) -> None:
@@ -224,6 +365,7 @@ def test_the_load_of_an_engine() -> None:
         ({"max-num-seqs": 0}, "max_num_seqs must be an integer from 1"),
         ({"max-num-seq": 4}, "did you mean --max-num-seqs"),
         ({"deployment": "two"}, "deployment must be options of a deployment"),
+        ({"front": True}, "front must be options of a deployment"),
     ],
 )
 def test_bad_settings_are_errors_before_anything_starts(

@@ -54,6 +54,7 @@ OPTIONAL = {
     "scheduler.sglang": {"sglang"},
     "scheduler.vllm": {"vllm"},
     "server.ray": {"ray"},
+    "server.ray_front": {"ray"},
     "warmup.testing": {"hypothesis"},
 }
 """Modules that need an extra, and what it brings; no other module of the package loads them."""
@@ -327,7 +328,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"batches", "dashboard", "generation", "switching"},
         {"routes"},
         {"app"},
-        {"commands", "launch"},
+        {"commands", "launch", "ray_front"},
         {"cli"},
         {"__main__", "ray"},
     ],

@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Container, Mapping
+from collections.abc import AsyncIterator, Container, Mapping
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, NoReturn
 
 import attrs
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingContext
+from ray.serve.config import AutoscalingContext, RequestRouterConfig
+from starlette.types import Message
 
 from trencadis.engine import (
     AsyncEngine,
@@ -32,6 +34,7 @@ from trencadis.engine import (
 from trencadis.server.app import create_app, end_streams
 from trencadis.server.cli import engine_config, flag_parser, multi_model_config, server_settings
 from trencadis.server.launch import start_engine
+from trencadis.server.ray_front import ForwardedRequest, Front, PrefixRouter, answer_messages
 from trencadis.server.settings import ServerSettings
 
 TARGET_LOAD = 0.7
@@ -62,23 +65,60 @@ def build_app(args: Mapping[str, Any]) -> Application:
     ``args``: ``model`` and the flags of ``engine-serve`` without dashes before them, as
     ``max-num-seqs``; True is a flag without a value. ``deployment``: options of Ray's deployment,
     as ``num_replicas``, ``ray_actor_options`` or ``autoscaling_config``, whose policy is
-    `replicas_by_load` unless it has one. Raises `ConfigError`.
+    `replicas_by_load` unless it has one. ``front``: options of a `Front` before the replicas, so
+    that requests with the same beginning reach the same replica and, with ``auto-switch``, those
+    for a model one that has it. Raises `ConfigError`.
     """
     given = dict(args)
-    options = given.pop("deployment", {})
-    if not isinstance(options, Mapping):
-        raise ConfigError(
-            f"deployment must be options of a deployment, as {{'num_replicas': 2}}, got {options!r}"
-        )
+    options = _options("deployment", given.pop("deployment", {}))
+    front = given.pop("front", None)
     config, settings = _settings({name.replace("_", "-"): each for name, each in given.items()})
     # Ray's own limit of 5 requests would leave most of a batch empty; what is above this one waits
     # where another replica can still take it.
     chosen = {"max_ongoing_requests": 2 * _max_num_seqs(config), **options}
     if isinstance(scaling := chosen.get("autoscaling_config"), Mapping):
         chosen["autoscaling_config"] = {"policy": {"policy_function": POLICY}, **scaling}
-    deployment = serve.deployment(EngineReplica)
-    return deployment.options(**chosen).bind(config, settings)
+    if front is None:
+        return serve.deployment(EngineReplica).options(**chosen).bind(config, settings)
+    if "request_router_config" not in chosen:
+        chosen["request_router_config"] = _by_prefix(_max_num_seqs(config))
+    replicas = serve.deployment(RoutedReplica).options(**chosen).bind(config, settings)
+    models = []
+    if isinstance(config, MultiModelConfig) and settings.auto_switch:
+        models = [entry.alias for entry in config.models]
+    first = {"max_ongoing_requests": MAX_FORWARDED, "ray_actor_options": {"num_cpus": 0}}
+    first |= _options("front", front)
+    in_front = serve.deployment(Front).options(**first)
+    return in_front.bind(replicas, models, settings.max_body_size)
 
+
+def _options(name: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{name} must be options of a deployment, as {{'num_replicas': 2}}, got {given!r}"
+        )
+    return dict(given)
+
+
+def _by_prefix(max_num_seqs: int) -> RequestRouterConfig:
+    """A prefix attracts requests until a replica has half a batch more of them than another."""
+    return RequestRouterConfig(
+        request_router_class=PrefixRouter,
+        request_router_kwargs={
+            "imbalanced_threshold": max(1, max_num_seqs // 2),
+            "do_eviction": True,
+            "eviction_threshold_chars": MAX_KNOWN_CHARS,
+            "eviction_target_chars": MAX_KNOWN_CHARS * 9 // 10,
+        },
+        request_routing_stats_period_s=1.0,
+    )
+
+
+MAX_FORWARDED = 10_000
+"""Requests that a front has open at once."""
+
+MAX_KNOWN_CHARS = 16_000_000
+"""Characters of prompts, of all replicas together, that Ray's router keeps."""
 
 POLICY = f"{__name__}:replicas_by_load"
 
@@ -104,8 +144,7 @@ def load_of(stats: EngineStats) -> float:
     return max(stats.cache_usage, sequences)
 
 
-@serve.ingress()
-class EngineReplica:
+class _Replica:
     """A server with an engine, without the part that listens."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -116,7 +155,7 @@ class EngineReplica:
         self._engine: AsyncEngine | MultiModelEngine | None = None
         self._engine = await start_engine(config, settings)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def _make_app(self) -> FastAPI:
         self._app = create_app(self._started, self._settings)
         return self._app
 
@@ -146,6 +185,48 @@ class EngineReplica:
             end_streams(self._app)
         if self._engine is not None:
             await self._engine.stop()
+
+
+@serve.ingress()
+class EngineReplica(_Replica):
+    """A replica to which Ray's proxies send requests."""
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._make_app()
+
+
+class RoutedReplica(_Replica):
+    """A replica to which a `Front` sends requests."""
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, config: EngineConfig | MultiModelConfig, settings: ServerSettings
+    ) -> None:
+        self._running = AsyncExitStack()
+        await super().__init__(config, settings)
+        self._served = self._make_app()
+        await self._running.enter_async_context(self._served.router.lifespan_context(self._served))
+
+    async def answer(self, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
+        """The messages of the answer to a request."""
+        if model := serve.get_multiplexed_model_id():
+            await self._claim(model)
+        async with aclosing(answer_messages(self._served, request)) as answer:
+            async for messages in answer:
+                yield messages
+
+    @serve.multiplexed(max_num_models_per_replica=1)  # type: ignore[untyped-decorator]
+    async def _claim(self, model: str) -> str:
+        """Tell Ray's routers that this replica has the model. The request itself switches to it."""
+        return model
+
+    def record_routing_stats(self) -> dict[str, float]:
+        """What `PrefixRouter` reads."""
+        return {"load": load_of(self._started.stats)}
+
+    async def __del__(self) -> None:
+        """Called by Ray, once the requests have ended or their time is over."""
+        await self._running.aclose()
+        await super().__del__()
 
 
 def _settings(given: Mapping[str, Any]) -> tuple[EngineConfig | MultiModelConfig, ServerSettings]:
