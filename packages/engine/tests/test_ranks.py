@@ -231,7 +231,7 @@ def test_a_rank_that_cannot_read_a_call_ends(
 
 def test_one_process_alone_never_takes_the_setting(tiny_model: Path) -> None:
     config = EngineConfig(model=str(tiny_model), tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="for serving alone"):
+    with pytest.raises(ConfigError, match="only for serving requests"):
         InProcessExecutor(config, records=False)
 
 

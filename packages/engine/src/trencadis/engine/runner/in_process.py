@@ -91,7 +91,7 @@ class InProcessExecutor:
         size = config.tensor_parallel_size
         if size > 1 and part is None:
             raise ConfigError(
-                f"tensor_parallel_size {size} is for serving alone: leave it out here",
+                f"tensor_parallel_size {size} is only for serving requests: leave it out here",
                 "tensor_parallel_size",
             )
         self._part = part
