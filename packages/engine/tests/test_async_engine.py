@@ -9,12 +9,15 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
+import psutil
 import pytest
 from child_processes import children, core_process
 
@@ -496,6 +499,29 @@ class CoreEnd(Channel):
         self.sent.append("closed")
 
 
+@pytest.mark.slow
+def test_a_core_whose_front_has_ended_before_it_began_ends(tiny_model: Path) -> None:
+    """By SIGKILL, say, of a server that has just started."""
+    code = """
+import os, sys
+from trencadis.engine import EngineConfig, LogSettings
+from trencadis.engine.front.core_supervisor import CoreClient
+
+if __name__ == "__main__":
+    config = EngineConfig(model=sys.argv[1], dtype="float32", warmup="none", num_blocks=80)
+    core = CoreClient(config, LogSettings())
+    print(core._process.pid, flush=True)
+    os._exit(0)
+"""
+    command = [sys.executable, "-c", code, str(tiny_model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
+        core = psutil.Process(int(front.stdout.readline()))
+    gone, _ = psutil.wait_procs([core], LIMIT_SECONDS)
+    if not gone:
+        core.kill()
+    assert gone
+
+
 def test_a_core_says_why_it_cannot_serve_and_checks_other_models_while_it_does(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,7 +531,7 @@ def test_a_core_says_why_it_cannot_serve_and_checks_other_models_while_it_does(
     def serve(model: Path, message: object = None, **changes: object) -> list[object]:
         end = CoreEnd(message)
         monkeypatch.setattr(core_process_module, "CoreChannel", lambda *_: end)
-        run_core(config(model, **changes), "to", "from", QUIET, {})
+        run_core(config(model, **changes), "to", "from", os.getppid(), QUIET, {})
         assert end.sent.pop() == "closed"
         return end.sent
 

@@ -274,8 +274,11 @@ def test_each_rank_rounds_its_part_of_the_weights(
     quantization: str,
     largest: int,
 ) -> None:
-    """Weights that rounding leaves as they are: steps of one size, the largest in each group."""
-    path = make_tiny_model(tmp_path, hidden_size=192, intermediate_size=256)
+    """Weights that rounding leaves as they are: steps of one size, the largest in each group.
+
+    Of a rank, the layers with 4 bits have as many outputs as those that end their network.
+    """
+    path = make_tiny_model(tmp_path, hidden_size=192, intermediate_size=384)
     model = AutoModelForCausalLM.from_pretrained(path)
     layers = [(name, each) for name, each in model.named_modules() if type(each) is nn.Linear]
     for number, (name, layer) in enumerate(layers):

@@ -92,16 +92,24 @@ Adapters = Mapping[str, Mapping[str, str]]
 
 
 def run_core(
-    config: EngineConfig, to_core: str, from_core: str, log: LogSettings, adapters: Adapters
+    config: EngineConfig,
+    to_core: str,
+    from_core: str,
+    front: int,
+    log: LogSettings,
+    adapters: Adapters,
 ) -> None:
-    """Entry point of the process. Sends `Ready` or `Failed` before anything else."""
+    """Entry point of the process. Sends `Ready` or `Failed` before anything else.
+
+    ``front``: the process that has started this one, which ends once that has ended. It may have by
+    now, so that the parent of this process is another one.
+    """
     # Its own process group: Ctrl-C in a terminal does not reach the core, because the front decides
     # when it ends, and killing the group also ends the compilers that the core has started.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=log.level, format=log.format, datefmt=log.datefmt)
     channel = CoreChannel(to_core, from_core)
-    front = os.getppid()
     try:
         _serve(config, channel, front, adapters)
     except ConfigError as error:

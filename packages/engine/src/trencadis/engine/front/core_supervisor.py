@@ -386,7 +386,10 @@ class CoreClient:
         self.send = self._channel.send
         self._process: BaseProcess = multiprocessing.get_context("spawn").Process(
             target=run_core,
-            args=(config, self._channel.to_core, self._channel.from_core, log, adapters or {}),
+            args=(
+                *(config, self._channel.to_core, self._channel.from_core),
+                *(os.getpid(), log, adapters or {}),
+            ),
             name="trencadis-core",
             daemon=True,
         )

@@ -24,6 +24,7 @@ from trencadis.engine.models.packed_weight import (
     pack_int4,
     rounded_fp8,
 )
+from trencadis.engine.models.rank_modules import RowLinear
 from trencadis.engine.models.replaced_layers import FoundLayer, layers_of, replace_layers
 from trencadis.kvcache import ceil_div
 
@@ -172,6 +173,8 @@ def _keeping_8_bits(model: nn.Module) -> set[int]:
     """The ids of linear layers that are int8 in an int4 model, the head apart."""
     config: Any = model.config
     text = config.get_text_config(decoder=True)
+    # Of a rank, whose part of other layers may have as many outputs.
+    by_rows = {id(each.linear) for each in model.modules() if isinstance(each, RowLinear)}
     num_layers = getattr(text, "num_hidden_layers", 0)
     outer = ceil_div(num_layers, _OUTER_LAYERS)
     found = set()
@@ -186,7 +189,8 @@ def _keeping_8_bits(model: nn.Module) -> set[int]:
         if number is None:
             continue
         is_outer = number < outer or number >= num_layers - outer
-        ends_network = module.out_features == getattr(text, "hidden_size", None)
+        has_size = module.out_features == getattr(text, "hidden_size", None)
+        ends_network = id(module) in by_rows if by_rows else has_size
         if (attention and path.startswith(attention)) or (is_outer and ends_network):
             found.add(id(module))
     return found
