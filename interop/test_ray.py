@@ -259,7 +259,6 @@ def test_a_front_passes_errors_limits_and_the_end_of_clients(url: str) -> None:
             "POST", f"{url}/v1/completions", json=endless, headers=HEADERS, timeout=LIMIT_S
         ) as stream:
             next(stream.iter_lines())
-            assert total(url, "vllm:num_requests_running") == 1
         wait_until(lambda: total(url, "vllm:num_requests_running") == 0)
         assert total(url, "vllm:generation_tokens_total") < 4000
 
