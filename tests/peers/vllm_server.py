@@ -23,12 +23,16 @@ PASSED = {
     "--enable-auto-tool-choice": 0,
     "--enable-chunked-prefill": 0,
     "--enable-force-include-usage": 0,
+    "--enable-lora": 0,
     "--enable-prompt-tokens-details": 0,
     "--enable-request-id-headers": 0,
     "--enable-server-load-tracking": 0,
     "--enable-tokenizer-info-endpoint": 0,
     "--enforce-eager": 0,
     "--host": 1,
+    "--lora-modules": None,
+    "--max-cpu-loras": 1,
+    "--max-lora-rank": 1,
     "--max-model-len": 1,
     "--max-num-batched-tokens": 1,
     "--max-num-seqs": 1,
@@ -45,7 +49,7 @@ PASSED = {
     "--uds": 1,
     "--api-key": 1,
 }
-"""Flags of engine-serve, with how many values each takes."""
+"""Flags of engine-serve, with how many values each takes; None: those before the next flag."""
 
 DROPPED = {
     "--dtype": 1,  # of the tests' GPU
@@ -62,10 +66,6 @@ DROPPED = {
     "--enable-sleep-mode": 0,
     "--ignore-patterns": 1,
     "--tokenizer-mode": 1,
-    "--enable-lora": 0,
-    "--lora-modules": 2,
-    "--max-lora-rank": 1,
-    "--max-cpu-loras": 1,
     "--hf-overrides": 1,
     "--pooler-config": 1,
     "--port": 1,  # one that is free
@@ -114,7 +114,7 @@ def flags_of(arguments: list[str]) -> list[str]:
         if name in OTHER_MODELS:
             pytest.skip(f"needs {OTHER_MODELS[name]}")
         if name in PASSED:
-            values = [left.pop(0) for _ in range(PASSED[name])]
+            values = [left.pop(0) for _ in range(_num_values(PASSED[name], left))]
             if name == "--max-model-len":
                 values = [str(min(int(values[0]), CONTEXT))]
             flags += [name, *values]
@@ -126,6 +126,13 @@ def flags_of(arguments: list[str]) -> list[str]:
         else:
             pytest.fail(f"engine-serve has no {word}")
     return flags
+
+
+def _num_values(number: int | None, words: list[str]) -> int:
+    if number is not None:
+        return number
+    flags = (place for place, word in enumerate(words) if word.startswith("--"))
+    return next(flags, len(words))
 
 
 def runner_of(model: str) -> list[str]:
@@ -154,6 +161,8 @@ class RemoteOpenAIServer:
             flags += ["--served-model-name", model]
         if "--runner" not in flags:
             flags += runner_of(model)
+        if "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in (env_dict or {}):
+            flags += ["--admin-api-key", self.DUMMY_API_KEY, "--lora-directory", "/"]
         if seed is not None:
             flags += ["--seed", str(seed)]
         key = (*flags, *(f"{name}={value}" for name, value in (env_dict or {}).items()))

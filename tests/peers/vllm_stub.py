@@ -7,15 +7,21 @@ else a test takes from it is vLLM's own code, which is not under test here: the 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+import tempfile
+from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from pydantic import BaseModel
 from pydantic_core import core_schema
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
 import trencadis.server
@@ -23,6 +29,9 @@ from trencadis.engine.models.default_model import default_model
 
 running = False
 """Whether a test runs or is being set up, rather than modules being imported."""
+
+RANK = 4
+"""Of the adapter."""
 
 OPTIONAL = ("lm_eval", "openai_harmony", "model_hosting_container_standards", "pybase64", "mteb")
 """Other packages that tests import, of which those that are missing are replaced too."""
@@ -84,16 +93,87 @@ class _BatchRequestOutput(BaseModel):
     error: Any | None
 
 
+class _Usage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class _Document(BaseModel):
+    text: str | None
+
+
+class _Ranked(BaseModel):
+    index: int
+    document: _Document
+    relevance_score: float
+
+
+class _RerankResponse(BaseModel):
+    id: str
+    model: str
+    usage: _Usage
+    results: list[_Ranked]
+
+
+class _Pooled(BaseModel):
+    index: int
+    object: str
+    data: list[list[float]] | list[float] | str
+
+
+class _PoolingResponse(BaseModel):
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[_Pooled]
+    usage: _Usage
+
+
+class _Vector(BaseModel):
+    index: int
+    object: str
+    embedding: list[float] | str
+
+
+class _EmbeddingResponse(BaseModel):
+    id: str = ""  # which vLLM's class makes up, too, as the time
+    object: str
+    created: int = 0
+    model: str
+    data: list[_Vector]
+    usage: _Usage
+
+
+@cache
+def random_adapter() -> str:
+    """The directory of an adapter for the small model, in place of those that tests download."""
+    directory, config = Path(tempfile.mkdtemp()), AutoConfig.from_pretrained("")
+    sizes = {"lora_A": (RANK, config.hidden_size), "lora_B": (config.hidden_size, RANK)}
+    prefix = "base_model.model.model.layers"
+    tensors = {
+        f"{prefix}.{layer}.self_attn.q_proj.{name}.weight": torch.randn(size) / 100
+        for layer in range(config.num_hidden_layers)
+        for name, size in sizes.items()
+    }
+    save_file(tensors, directory / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(settings), "utf-8")
+    return str(directory)
+
+
 _USED = {
     "get_tokenizer": lambda: AutoTokenizer.from_pretrained,
     "__version__": lambda: trencadis.server.__version__,
     "BatchRequestOutput": lambda: _BatchRequestOutput,
+    "EmbeddingResponse": lambda: _EmbeddingResponse,
+    "PoolingResponse": lambda: _PoolingResponse,
+    "RerankResponse": lambda: _RerankResponse,
     "MiB_bytes": lambda: 1 << 20,
     "AudioAsset": lambda: lambda name: SimpleNamespace(url=f"https://localhost/{name}"),
     "current_platform": lambda: SimpleNamespace(is_rocm=lambda: False, is_xpu=lambda: False),
-    # Adapters: tests of a server with and without them start one server for both.
     "hf_api": lambda: (
-        lambda: SimpleNamespace(snapshot_download=lambda *names, **options: "adapter")
+        lambda: SimpleNamespace(snapshot_download=lambda *names, **options: random_adapter())
     ),
 }
 """What tests of a server use, by its name in any module."""

@@ -81,7 +81,7 @@ def test_they_are_loaded_and_unloaded_and_survive_a_restart(
                 with pytest.raises(SwitchInProgressError, match="models are switched"):
                     await change
             engine._changes.switching = ""
-            with pytest.raises(AdapterError, match="'second' is loaded already"):
+            with pytest.raises(AdapterError, match="'second' has already been loaded"):
                 await engine.load_adapter("second", folders["second"])
             with pytest.raises(AdapterError, match="cannot be read"):
                 await engine.load_adapter("third", folders["third"] / "nowhere")

@@ -498,7 +498,7 @@ def test_wrong_names_and_settings(tiny_model: Path, adapters: dict[str, Path]) -
     for path in ("", None, 3):
         with pytest.raises(InvalidRequest, match="lora_path"):
             core.load_adapter("b", path)
-    with pytest.raises(AdapterError, match="'a' is loaded already"):
+    with pytest.raises(AdapterError, match="'a' has already been loaded"):
         core.load_adapter("a", str(adapters["adapter-0"]))
     with pytest.raises(AdapterError, match="is the name of the model"):
         core.load_adapter(core.config.name, str(adapters["adapter-0"]))

@@ -244,7 +244,7 @@ class StandInEngine:
         await self.check_health()
         self.allowed = within
         if any(adapter.name == name for adapter in self.adapters):
-            raise AdapterError(f"the adapter {name!r} is loaded already", "lora_name")
+            raise AdapterError(f"the adapter {name!r} has already been loaded", "lora_name")
         if not os.path.exists(f"{path}/adapter_config.json"):  # noqa: PTH110, ASYNC240
             raise AdapterError(f"{path}/adapter_config.json cannot be read")
         self.adapters += (AdapterInfo(name, path, rank=4, num_bytes=100),)

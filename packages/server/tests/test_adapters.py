@@ -165,9 +165,14 @@ async def test_what_cannot_be_loaded_is_named(api, engine, folder) -> None:
     again = await load(api, "sql", path)
     assert again.status_code == 400
     assert again.json()["error"]["param"] == "lora_name"
-    missing = await load(api, "other", folder / "allowed/nowhere")
-    assert missing.status_code == 400
-    assert "cannot be read" in missing.json()["error"]["message"]
+    for name in ("nowhere", "sql/adapter_config.json", "x" * 5000):
+        missing = await load(api, "other", folder / "allowed" / name)
+        assert missing.status_code == 404
+        assert missing.json()["error"]["code"] == "adapter_not_found"
+    (folder / "allowed/empty").mkdir()
+    empty = await load(api, "other", folder / "allowed/empty")
+    assert empty.status_code == 400
+    assert "cannot be read" in empty.json()["error"]["message"]
     unknown = await api.post(UNLOAD, json={"lora_name": "other"}, headers=BOSS)
     assert unknown.status_code == 404
     for body in ({}, {"lora_name": 3, "lora_path": "x"}, {"lora_name": "a", "lora_path": None}, []):

@@ -77,7 +77,7 @@ def test_adapters_change_while_the_server_serves(http: httpx.Client, folder: Pat
     assert first != base
     (folder / "broken").mkdir()
     (folder / "broken/adapter_config.json").write_text("[")
-    for path, status in ((folder / "broken", 400), (folder / "nowhere", 400), ("/etc", 403)):
+    for path, status in ((folder / "broken", 400), (folder / "nowhere", 404), ("/etc", 403)):
         order = {"lora_name": "second", "lora_path": str(path)}
         refused = http.post("/v1/load_lora_adapter", json=order, headers=BOSS)
         assert refused.status_code == status, refused.text

@@ -696,5 +696,12 @@ def test_adapters_are_named_one_by_one_or_together():
     assert config.lora_modules == {"a": "x", "b": "y", "c": "z"}
     with pytest.raises(ConfigError, match="names 'a' twice"):
         engine_config(parse("m", "--lora-modules", "a=x", "a=y"), {})
-    with pytest.raises(SystemExit):
-        parse("m", "--lora-modules", "a")
+    for wrong in ("a", "{", "{}", '{"name": "a", "path": 3}', '{"name": "a", "path": "x", "b": 1}'):
+        with pytest.raises(SystemExit):
+            parse("m", "--lora-modules", wrong)
+
+
+def test_an_adapter_may_be_an_object_as_vllm_writes_it():
+    module = '{"name": "a", "path": "x", "base_model_name": "m"}'
+    config = engine_config(parse("m", "--enable-lora", "--lora-modules", module, "b=y"), {})
+    assert config.lora_modules == {"a": "x", "b": "y"}

@@ -72,7 +72,7 @@ class AdapterTable:
         """Raise `AdapterError` for a name that is taken."""
         if name in self._by_name:
             raise AdapterError(
-                f"the adapter {shown(name)} is loaded already: unload it first", "lora_name"
+                f"the adapter {shown(name)} has already been loaded: unload it first", "lora_name"
             )
 
     def add(self, name: str, path: str, loaded: LoadedAdapter) -> NamedAdapter:

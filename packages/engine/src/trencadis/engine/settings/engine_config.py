@@ -6,6 +6,7 @@ settings is read by `library_settings`.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -154,11 +155,25 @@ def _check_names(_: object, attribute: attrs.Attribute[Any], value: object) -> N
 
 
 def parse_module(text: str) -> tuple[str, str]:
-    """Name and directory of ``NAME=DIRECTORY``. Raises `ValueError`."""
+    """Name and directory of ``NAME=DIRECTORY``, or of vLLM's object. Raises `ValueError`."""
+    if text.startswith("{"):
+        return _module_of_object(text)
     name, sign, directory = text.partition("=")
     if not (sign and name and directory):
         raise ValueError(f"{text!r} is not NAME=DIRECTORY")
     return name, directory
+
+
+def _module_of_object(text: str) -> tuple[str, str]:
+    """As vLLM reads ``{"name": ..., "path": ..., "base_model_name": ...}``, the last ignored."""
+    given = json.loads(text)
+    names = ("name", "path")
+    fields = [given.get(name) for name in names]
+    if set(given) - {*names, "base_model_name"} or not all(
+        isinstance(field, str) and field for field in fields
+    ):
+        raise ValueError(f"{text!r} is not an object with name and path")
+    return fields[0], fields[1]
 
 
 def _is_pair_of_texts(value: Any) -> bool:

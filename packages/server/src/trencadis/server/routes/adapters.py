@@ -84,7 +84,7 @@ def _adapter_engine(context: ServingContext) -> AdapterEngine:
 
 
 def _allowed(path: str, directories: tuple[str, ...]) -> str:
-    """The path without links, if it and its files are below ``directories``. Raises 403 else."""
+    """The path without links, if it and its files are below ``directories``. Raises 403 or 404."""
     try:
         found, below = Path(path).resolve(), [Path(each).resolve() for each in directories]
         files = [(found / name).resolve() for name in ADAPTER_FILES]
@@ -98,6 +98,13 @@ def _allowed(path: str, directories: tuple[str, ...]) -> str:
             "loaded while the server runs",
             param="lora_path",
             code="directory_not_allowed",
+        )
+    if not os.path.isdir(found):  # noqa: PTH112 - pathlib's raises for a name that is too long
+        raise ApiError(
+            404,
+            f"lora_path {path[:200]!r} is not a directory: give one that PEFT has saved",
+            param="lora_path",
+            code="adapter_not_found",
         )
     return os.fspath(found)
 
