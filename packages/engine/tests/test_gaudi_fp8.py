@@ -10,6 +10,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from adapters import Reference, save_adapter
+from request_mix import finish
 from test_packed_weights import FORMATS, quantize
 from test_ranks import start  # noqa: F401  (a fixture)
 from torch import nn
@@ -156,6 +158,22 @@ def test_quantization_fp8_rounds_bf16_and_takes_half_of_its_memory(
     head = weights[nn.Linear].weight.nbytes
     outputs = sum(each.scales.nbytes for each in layers_in(core, FP8Linear))
     assert saved == (linear - head) // 2 - outputs
+
+
+@pytest.mark.gaudi
+def test_adapters_change_layers_of_fp8(plain: Path, tmp_path: Path, lazy_gaudi: Any) -> None:
+    model = quantize(plain, tmp_path, *FORMATS["fp8 by channel"])
+    folder = save_adapter(tmp_path / "expanded", tmp_path / "a", rank=4, seed=4, size=0.5)
+    reference = Reference(tmp_path / "expanded", {"a": folder})
+    core = core_of(model, enable_lora=True, max_loras=1, max_lora_rank=4)
+    core.load_adapter("a", str(folder))
+    prompt = PROMPTS["a"]
+    core.add("a", GenerateRequest(prompt, GREEDY, lora="a"))
+    served = finish(core)["a"]
+    tokens = [*prompt, *(token.token_id for token in served)]
+    found = torch.tensor([token.logprobs.chosen.logprob for token in served])
+    with_it, without = (reference.logprobs(name, tokens)[-8:] for name in ("a", None))
+    assert (found - with_it).abs().max() < 0.2 * (without - with_it).abs().max()
 
 
 @pytest.mark.gaudi
