@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from trencadis.engine import ConfigError, EngineConfig, EngineCore, GenerateRequ
 from trencadis.engine.devices import HPUDevice
 from trencadis.engine.devices.hpu import fp8_linear
 from trencadis.engine.devices.hpu.fp8_linear import FP8Linear, use_fp8_products
+from trencadis.engine.models import rounded_weights
+from trencadis.engine.models.loader import inspect_model, load_model
 from trencadis.engine.models.packed_weight import PackedWeight, QuantizedLinear
+from trencadis.engine.models.rank_modules import SplitHead
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
@@ -181,14 +185,47 @@ def test_weights_are_rounded_before_the_device_has_them(
     tmp_path: Path, make_tiny_model: Any, eager_gaudi: Any
 ) -> None:
     """A model whose bf16 is larger than the device is served in FP8."""
-    model = make_tiny_model(tmp_path, **{**SIZES, "hidden_size": 512, "intermediate_size": 1024})
-    bf16 = sum(file.stat().st_size for file in tmp_path.glob("**/*.safetensors"))
-    eager_gaudi.memory.limit = bf16 * 9 // 10
+    model = make_tiny_model(tmp_path, **{**SIZES, "hidden_size": 1024, "intermediate_size": 2048})
+    fp32 = sum(file.stat().st_size for file in tmp_path.glob("**/*.safetensors"))
+    eager_gaudi.memory.limit = fp32 // 2 * 9 // 10  # of bf16
     settings = {"dtype": "bfloat16", "max_model_len": 64, "warmup": "none", "num_blocks": 8}
     config = EngineConfig(model=model, device="hpu", **settings)
     assert layers_in(EngineCore(attrs.evolve(config, quantization="fp8")), FP8Linear)
     with pytest.raises(RuntimeError, match="Allocation failed"):
         EngineCore(config)
+
+
+def test_weights_are_freed_while_others_are_rounded(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: list[weakref.ref[nn.Parameter]] = []
+    alive = []
+    rounds = rounded_weights.rounded_fp8
+
+    def watched(weight: torch.Tensor) -> PackedWeight:
+        alive.append(sum(each() is not None for each in weights))
+        return rounds(weight)
+
+    def watch(model: nn.Module) -> None:
+        layers = [each for name, each in model.named_modules() if name.endswith("_proj")]
+        weights[:] = [weakref.ref(each.weight) for each in layers]
+        del layers
+        rounded_weights.round_weights(model, "fp8")
+
+    monkeypatch.setattr(rounded_weights, "rounded_fp8", watched)
+    spec = inspect_model(str(plain))
+    load_model(spec, torch.device("cpu"), torch.bfloat16, 64, round_weights=watch)
+    assert alive[0] == NUM_LAYERS
+    assert alive[-1] <= 2
+
+
+def test_the_output_head_of_a_rank_is_not_rounded(plain: Path) -> None:
+    model = load_model(inspect_model(str(plain)), torch.device("cpu"), torch.bfloat16, 64)
+    whole = model.lm_head
+    model.lm_head = SplitHead(whole, 258, 129)
+    rounded_weights.round_weights(model, "fp8")
+    assert model.lm_head.linear is whole
+    assert sum(type(each) is QuantizedLinear for each in model.modules()) == NUM_LAYERS
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -137,12 +137,12 @@ def plain_int8(outputs: int, inputs: int) -> tuple[Mapping[str, Any], Array]:
     return {"weight": steps, "weight_scale": scales}, steps * scales
 
 
-def fp8(shape: Callable[[int], tuple[int, ...]]) -> Packs:
+def fp8(shape: Callable[[int], tuple[int, ...]], name: str = "weight_scale") -> Packs:
     def pack(outputs: int, inputs: int) -> tuple[Mapping[str, Any], Array]:
         steps = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
         scales = np.full(shape(outputs), 0.03, np.float32)
         weight = steps.float().numpy() * scales.reshape(-1, 1)
-        return {"weight": steps, "weight_scale": scales}, weight
+        return {"weight": steps, name: scales}, weight
 
     return pack
 
@@ -218,6 +218,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Packs]] = {
     "fp8 by tensor": (compressed("float-quantized", 8, "tensor", "float"), fp8(lambda _: (1,))),
     "fp8 of one scale": (
         {"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8(lambda _: ()),
+    ),
+    "fp8 of one scale, by transformers": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        fp8(lambda _: (), "weight_scale_inv"),
     ),
     "fp8 by blocks": (
         {
@@ -375,6 +379,23 @@ def test_damaged_layers_and_weights_outside_of_linear_layers_are_named(
         save_file(tensors, file, {"format": "pt"})
         with pytest.raises(ModelError, match=expected):
             generated(file.parent, "float32")
+
+
+@pytest.mark.parametrize("form", ["fp8 by channel", "fp8 by blocks"])
+def test_fp8_that_nothing_scales_is_named(tiny_model: Path, tmp_path: Path, form: str) -> None:
+    file = quantize(tiny_model, tmp_path, *FORMATS[form]) / "model.safetensors"
+    whole = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    scale = next(key for key in whole if key.startswith(f"{name}_scale"))
+    without = {key: tensor for key, tensor in whole.items() if key != scale}
+    fused = "model.layers.0.mlp.experts.down_proj"
+    for tensors, expected in (
+        (without, name),
+        ({**whole, fused: torch.ones(2, 2).to(torch.float8_e4m3fn)}, fused),
+    ):
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(ModelError, match=f"without scales of their own .* {expected}$"):
+            LLM(str(file.parent), device="cpu")
 
 
 def test_packed_weights_are_rounded_no_further_and_rejected_on_a_gaudi(

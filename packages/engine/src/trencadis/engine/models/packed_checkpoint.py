@@ -28,6 +28,9 @@ from trencadis.engine.models.weight_files import weight_files
 
 _METHOD = "trencadis"
 
+_FP8 = ("F8_E4M3", "F8_E5M2")
+"""What safetensors calls the types of weights."""
+
 
 def loading_arguments(
     config: PreTrainedConfig, packing: Packing, source: str, divided: DividedModel | None = None
@@ -79,8 +82,8 @@ class _PackedLayers(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         packing = self.quantization_config.packing
         self._files = _tensors_of(self.quantization_config.source, packing)
-        end = f".{packing.key}"
-        awaited = {name.removesuffix(end) for name in self._files if name.endswith(end)}
+        ends = tuple(f".{key}" for key in packing.keys)
+        awaited = {name.rpartition(".")[0] for name in self._files if name.endswith(ends)}
         table = model.get_input_embeddings()
         linears = {
             name
@@ -92,6 +95,11 @@ class _PackedLayers(HfQuantizer):
                 f"packed weights ({packing.form.name}) are read for linear layers alone, under the "
                 f"model's names of them: {others[0]}"
                 f"{f' and {len(others) - 1} more' if others[1:] else ''}"
+            )
+        if unscaled := _fp8_in(self._files) - {f"{name}.weight" for name in awaited}:
+            raise ModelError(
+                f"weights of FP8 without scales of their own are not read: {min(unscaled)}"
+                f"{f' and {len(unscaled) - 1} more' if len(unscaled) > 1 else ''}"
             )
         scaled = [name for name in self._files if name.endswith(".act.scales")]
         if scaled:
@@ -190,4 +198,14 @@ def _tensors_in(files: Sequence[Path]) -> Mapping[str, Path]:
             raise ModelError(f"packed weights are read from safetensors, not from {file.name}")
         with safe_open(file, "pt") as content:
             found.update(dict.fromkeys(content.keys(), file))
+    return found
+
+
+def _fp8_in(files: Mapping[str, Path]) -> set[str]:
+    """The tensors in FP8: transformers would take one that nothing scales for numbers."""
+    found = set()
+    for file in set(files.values()):
+        with safe_open(file, "pt") as content:
+            names = content.keys()
+            found |= {n for n in names if content.get_slice(n).get_dtype() in _FP8}
     return found

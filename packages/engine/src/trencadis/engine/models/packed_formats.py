@@ -37,15 +37,15 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class Packing:
     """How a checkpoint packs the weights of its linear layers.
 
-    It can be encoded by pickle, as all that ranks tell the core. ``key``: the tensor that a packed
-    layer has, by the end of its name. ``read`` raises
+    It can be encoded by pickle, as all that ranks tell the core. ``keys``: the tensors of which a
+    packed layer has one, by the end of its name. ``read`` raises
     `LookupError` for a layer without a tensor that it needs, and `ModelError` for one of another
     form. ``file``: where packed layers are apart from the checkpoint, which has them in bf16, too;
     ``expanded``: what it has in bf16 alone, as users call it.
     """
 
     form: WeightFormat
-    key: str
+    keys: tuple[str, ...]
     read: Callable[[Tensors], PackedWeight]
     file: str | None = None
     expanded: str = ""
@@ -107,12 +107,12 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
     if strategy == "block":
         block = _block(weights["block_structure"])
         form = WeightFormat("compressed-tensors", bits, is_float, block[1])
-        return Packing(form, "weight_scale", functools.partial(_of_blocks, block=block))
+        return Packing(form, ("weight_scale",), functools.partial(_of_blocks, block=block))
     form = WeightFormat("compressed-tensors", bits, is_float, size if strategy == "group" else 0)
     if stored == "pack-quantized" and not is_float:
-        return Packing(form, "weight_packed", functools.partial(_pack_quantized, bits=bits))
+        return Packing(form, ("weight_packed",), functools.partial(_pack_quantized, bits=bits))
     if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
-        return Packing(form, "weight_scale", _plain_quantized)
+        return Packing(form, ("weight_scale",), _plain_quantized)
     raise ValueError(stored)
 
 
@@ -124,10 +124,15 @@ def _plain_quantized(tensors: Tensors) -> PackedWeight:
         zeros = None
     return _packed(
         steps,
-        _of_outputs(tensors["weight_scale"], outputs),
+        _of_outputs(_scales_of(tensors), outputs),
         None if zeros is None else _of_outputs(zeros, outputs),
         tensors.get("weight_g_idx"),
     )
+
+
+def _scales_of(tensors: Tensors) -> torch.Tensor:
+    """``weight_scale_inv`` has the scales, too, in spite of its name."""
+    return tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"]
 
 
 def _pack_quantized(tensors: Tensors, bits: int) -> PackedWeight:
@@ -156,10 +161,11 @@ def _fp8(settings: Mapping[str, Any]) -> Packing:
     if settings.get("fmt", "e4m3") != "e4m3":
         raise _NotRead(f"numbers of {settings['fmt']}")
     if settings.get("weight_block_size") is None:
-        return Packing(WeightFormat("fp8", 8, is_float=True), "weight_scale", _plain_quantized)
+        form, names = WeightFormat("fp8", 8, is_float=True), ("weight_scale", "weight_scale_inv")
+        return Packing(form, names, _plain_quantized)
     block = _block(settings["weight_block_size"])
     form = WeightFormat("fp8", 8, is_float=True, group=block[1])
-    return Packing(form, "weight_scale_inv", functools.partial(_of_blocks, block=block))
+    return Packing(form, ("weight_scale_inv",), functools.partial(_of_blocks, block=block))
 
 
 def _block(sizes: Sequence[int]) -> tuple[int, int]:
@@ -172,8 +178,8 @@ def _block(sizes: Sequence[int]) -> tuple[int, int]:
 def _of_blocks(tensors: Tensors, block: tuple[int, int]) -> PackedWeight:
     """A scale for each block of outputs and inputs, the last of which may be smaller."""
     steps = tensors["weight"]
-    scales = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
-    if scales is None or steps.dtype is not torch.float8_e4m3fn:
+    scales = _scales_of(tensors)
+    if steps.dtype is not torch.float8_e4m3fn:
         raise ModelError(f"weights of {steps.dtype} have no scales of blocks")
     (outputs, inputs), (rows, columns) = steps.shape, block
     expected = (ceil_div(outputs, rows), ceil_div(inputs, columns))
@@ -197,7 +203,7 @@ def _gptq(settings: Mapping[str, Any]) -> Packing:
     stored = settings.get("checkpoint_format", "gptq")
     less = {"gptq": 1, "gptq_v2": 0}[stored]
     form = WeightFormat("gptq", bits, group=max(size, 0))
-    return Packing(form, "qweight", functools.partial(_read_gptq, bits=bits, less=less))
+    return Packing(form, ("qweight",), functools.partial(_read_gptq, bits=bits, less=less))
 
 
 def _read_gptq(tensors: Tensors, bits: int, less: int) -> PackedWeight:
@@ -219,7 +225,7 @@ def _awq(settings: Mapping[str, Any]) -> Packing:
     if bits != 4 or version != "gemm":
         raise _NotRead(f"{bits} bits in the order {version}")
     form = WeightFormat("awq", 4, group=max(settings["group_size"], 0))
-    return Packing(form, "qweight", _read_awq)
+    return Packing(form, ("qweight",), _read_awq)
 
 
 def _read_awq(tensors: Tensors) -> PackedWeight:

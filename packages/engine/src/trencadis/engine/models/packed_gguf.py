@@ -78,7 +78,7 @@ def read_gguf_packing(directory: Path) -> Packing | None:
     with safe_open(file, "pt") as content:
         about: Mapping[str, str] = content.metadata()
     form = BLOCK_TYPES[about["type"]].form(about["type"])
-    return Packing(form, "steps", _read, file=str(file), expanded=about["expanded"])
+    return Packing(form, ("steps",), _read, file=str(file), expanded=about["expanded"])
 
 
 def _read(tensors: Tensors) -> PackedWeight:

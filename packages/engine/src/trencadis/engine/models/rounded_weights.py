@@ -104,8 +104,9 @@ def round_weights(
 
 def _round_to_fp8(model: nn.Module, layers: list[FoundLayer], form: WeightFormat) -> None:
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    layers = [each for each in layers if each[2] is not output]
-    _check_enough_is_rounded(model, [layer for _, _, layer in layers], form, apart=output)
+    head = getattr(output, "linear", output)  # that of a rank has its part in it
+    layers[:] = [each for each in layers if each[2] is not head]  # no other list keeps them
+    _check_enough_is_rounded(model, [layer for _, _, layer in layers], form, apart=head)
     replace_layers(
         layers, lambda layer: QuantizedLinear(rounded_fp8(layer.weight.detach()), layer.bias)
     )

@@ -8,8 +8,8 @@ with a scale for each token and each output, as vllm-gaudi 091bbad calls them fo
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
-import attrs
 import torch
 from torch import nn
 
@@ -42,15 +42,18 @@ class FP8Linear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """The product with ``rows`` ``[..., inputs]``, in their dtype.
 
-        The kernel takes the scales of rows beside those of outputs for two dimensions.
+        The kernel takes the scales of rows beside those of outputs for two dimensions. The cast
+        multiplies in the dtype of rows (``test_hpu_fp8_ops_any_mode.py:86`` of the bridge), so the
+        scale is of that one, and what undoes it is exactly its inverse.
         """
         flat = rows.reshape(-1, self.in_features)
         largest = flat.abs().amax(1, keepdim=True).float().clamp_min(_SMALLEST_ROW)
+        scale = (LARGEST_FP8 / largest).to(rows.dtype)
         ops, dtype = torch.ops.hpu, torch.float8_e4m3fn
-        steps, _ = ops.cast_to_fp8_v2(flat, LARGEST_FP8 / largest, False, False, dtype)
+        steps, _ = ops.cast_to_fp8_v2(flat, scale, False, False, dtype)
         out: torch.Tensor = ops.fp8_gemm_v2(
             *(steps, False, self.steps, True, None, rows.dtype),
-            *(largest / LARGEST_FP8, self.scales, self.bias, False),
+            *(scale.float().reciprocal(), self.scales, self.bias, False),
         )
         return out.view(*rows.shape[:-1], self.out_features)
 
@@ -61,7 +64,9 @@ def use_fp8_products(
     """Replace layers with weights of FP8 by `FP8Linear`, where the kernels give its results.
 
     Otherwise they are expanded in each call. Weights with scales of blocks are rounded again, to
-    those of outputs, which is vllm-gaudi's default, too (``VLLM_HPU_FORCE_CHANNEL_FP8``).
+    those of outputs, which is vllm-gaudi's default, too (``VLLM_HPU_FORCE_CHANNEL_FP8``). E4M3 of
+    Gaudi 2 ends at 240 where that of checkpoints has 448, which read there is NaN: weights are
+    halved and scales doubled, as by vllm-gaudi (``extension/ops.py:969-988``).
     """
     layers = [each for each in layers_of(model, QuantizedLinear) if not each[2].packed.has_integers]
     if not layers:
@@ -69,40 +74,47 @@ def use_fp8_products(
     usable = agrees("fp8_gemm_v2", functools.partial(fp8_trial, device, dtype), dtype)
 
     def replaced(layer: QuantizedLinear) -> nn.Module:
-        packed = _of_outputs(layer.packed, is_gaudi2=is_gaudi2)
+        packed = layer.packed
+        if usable and packed.groups > 1:
+            packed = _on_the_host(packed, lambda weight: rounded_fp8(weight.unpacked()))
+        elif is_gaudi2:
+            packed = _on_the_host(packed, _halved)
         return FP8Linear(packed, layer.bias) if usable else QuantizedLinear(packed, layer.bias)
 
     replace_layers(layers, replaced)
 
 
-def _of_outputs(weight: PackedWeight, *, is_gaudi2: bool) -> PackedWeight:
-    """The weight with a scale for each output, with numbers that the device has.
-
-    E4M3 of Gaudi 2 ends at 240 where that of checkpoints has 448, which read there is NaN: weights
-    are halved on the host, scales doubled, as by vllm-gaudi (``extension/ops.py:969-988``).
-    """
-    if weight.groups == 1 and not is_gaudi2:
-        return weight
+def _on_the_host(
+    weight: PackedWeight, change: Callable[[PackedWeight], PackedWeight]
+) -> PackedWeight:
+    """A weight of steps and scales that the host has changed: a device may lack its numbers."""
     where = weight.steps.device
-    steps, scales = weight.steps.cpu(), weight.scales.cpu().float()
-    if weight.groups > 1:
-        made = rounded_fp8(PackedWeight(steps, scales).unpacked())
-        steps, scales = made.steps, made.scales
-    elif bool(steps.float().abs().amax() > LARGEST_FP8):
-        steps, scales = (steps.float() / 2).to(steps.dtype), scales * 2
-    return attrs.evolve(weight, steps=steps.to(where), scales=scales.to(where))
+    changed = change(PackedWeight(weight.steps.cpu(), weight.scales.cpu()))
+    return PackedWeight(changed.steps.to(where), changed.scales.to(where))
+
+
+def _halved(weight: PackedWeight) -> PackedWeight:
+    """A weight with the same values and numbers of half the size, where some are too large."""
+    wide = weight.steps.float()
+    if bool(wide.abs().amax() <= LARGEST_FP8):
+        return weight
+    return PackedWeight((wide / 2).to(weight.steps.dtype), weight.scales.float() * 2)
 
 
 def fp8_trial(
     device: torch.device, dtype: torch.dtype, *, outputs: int = 48, inputs: int = 64
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of the kernels and of PyTorch for five rows of two sequences, one of them zeros."""
+    """Results of the kernels and of PyTorch for five rows of two sequences, one of them zeros.
+
+    Each row has eighths, the largest of them 15: with its scale, 128, all are numbers of E4M3, so
+    that no result depends on how a kernel rounds.
+    """
     values = torch.Generator().manual_seed(0)
     weight = rounded_fp8(torch.randn(outputs, inputs, generator=values) * inputs**-0.5)
     bias = nn.Parameter(torch.randn(outputs, generator=values).to(dtype), requires_grad=False)
-    rows = torch.randn(2, 5, inputs, generator=values).to(dtype)
+    rows = torch.randint(-15, 16, (2, 5, inputs), generator=values) / 8
+    rows[..., 0] = 15 / 8
     rows[1, 2] = 0
-    given = rounded_fp8(rows.flatten(0, 1))
-    expected = given.unpacked() @ weight.unpacked().t() + bias.float()
-    layer = FP8Linear(weight, bias).to(device)
-    return layer(rows.to(device)).cpu(), expected.view(2, 5, outputs)
+    expected = rows @ weight.unpacked().t() + bias.float()
+    found = FP8Linear(weight, bias).to(device)(rows.to(dtype).to(device))
+    return found.cpu(), expected
