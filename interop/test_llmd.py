@@ -17,6 +17,9 @@ from typing import Any
 
 import msgspec
 import pytest
+
+pytest.importorskip("trencadis.engine")
+
 import zmq
 
 from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams

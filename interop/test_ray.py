@@ -34,7 +34,7 @@ from trencadis.server.ray import (  # noqa: E402
     load_of,
     replicas_by_load,
 )
-from trencadis.server.ray_front import MAX_PROMPT_CHARS, prompt_text  # noqa: E402
+from trencadis.server.ray_front import MAX_PROMPT_CHARS, model_in, prompt_text  # noqa: E402
 
 MODEL = os.environ.get("INTEROP_MODEL", "")
 SETTINGS = {
@@ -312,6 +312,11 @@ def test_behind_a_front_each_model_has_its_replica(url: str, tmp_path: Path) -> 
 def test_the_prompt_by_which_a_front_routes(fields: dict[str, Any], text: str) -> None:
     assert prompt_text(fields) == text
     text.encode()
+
+
+@pytest.mark.parametrize(("named", "found"), [("a", "a"), ("c", None), ([], None), (None, None)])
+def test_the_model_by_which_a_front_routes(named: Any, found: str | None) -> None:
+    assert model_in({"model": named}, frozenset("ab")) == found
 
 
 def test_load_adds_a_replica(url: str) -> None:

@@ -55,6 +55,7 @@ OPTIONAL = {
     "scheduler.vllm": {"vllm"},
     "server.ray": {"ray"},
     "server.ray_front": {"ray"},
+    "server.ray_router": {"ray"},
     "warmup.testing": {"hypothesis"},
 }
 """Modules that need an extra, and what it brings; no other module of the package loads them."""
@@ -328,7 +329,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"batches", "dashboard", "generation", "switching"},
         {"routes"},
         {"app"},
-        {"commands", "launch", "ray_front"},
+        {"commands", "launch", "ray_front", "ray_router"},
         {"cli"},
         {"__main__", "ray"},
     ],

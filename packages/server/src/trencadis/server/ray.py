@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any, NoReturn
 
 import attrs
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
@@ -34,7 +35,7 @@ from trencadis.engine import (
 from trencadis.server.app import create_app, end_streams
 from trencadis.server.cli import engine_config, flag_parser, multi_model_config, server_settings
 from trencadis.server.launch import start_engine
-from trencadis.server.ray_front import ForwardedRequest, Front, PrefixRouter, answer_messages
+from trencadis.server.ray_front import ForwardedRequest, Front, answer_messages
 from trencadis.server.settings import ServerSettings
 
 TARGET_LOAD = 0.7
@@ -101,7 +102,17 @@ def _options(name: str, given: Any) -> dict[str, Any]:
 
 
 def _by_prefix(max_num_seqs: int) -> RequestRouterConfig:
-    """A prefix attracts requests until a replica has half a batch more of them than another."""
+    """A prefix attracts requests until a replica has half a batch more of them than another.
+
+    Raises `ConfigError` for a Ray without the router.
+    """
+    try:
+        from trencadis.server.ray_router import PrefixRouter  # noqa: PLC0415 - private modules
+    except ImportError as error:
+        raise ConfigError(
+            f"front routes by a prefix as Ray 2.60 does, and Ray {ray.__version__} does not "
+            f"({error}): install ray 2.60, or give deployment a request_router_config"
+        ) from error
     return RequestRouterConfig(
         request_router_class=PrefixRouter,
         request_router_kwargs={

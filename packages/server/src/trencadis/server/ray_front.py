@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Container, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -16,11 +16,8 @@ import attrs
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
-from ray.llm._internal.serve.routing_policies.prefix_aware import prefix_aware_router
-from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
-from ray.serve.request_router import PendingRequest, RunningReplica
 from starlette.responses import JSONResponse
 from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -50,38 +47,6 @@ class ForwardedRequest:
     prompt: str = ""
 
 
-class PrefixRouter(prefix_aware_router.PrefixCacheAffinityRouter):  # type: ignore[misc]
-    """Ray's router by prefix, without replicas that report that they are full.
-
-    ``record_routing_stats`` of a replica says so, as its ``load``. A request for one of several
-    models is routed by its model alone: Ray's router asks twice which replicas have it, and the
-    second answer is what is left when these are busy.
-    """
-
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:
-        """The replicas of which Ray takes the one with the shortest queue."""
-        router = prefix_aware_router.PrefixCacheAffinityRouter
-        if pending_request is not None and pending_request.metadata.multiplexed_model_id:
-            router = PowerOfTwoChoicesRequestRouter
-        chosen: list[list[RunningReplica]] = await router.choose_replicas(
-            self, candidate_replicas, pending_request
-        )
-        return chosen
-
-    async def _prefix_match_best_replicas(
-        self, pending_request: PendingRequest | None, candidate_replicas: list[RunningReplica]
-    ) -> list[list[RunningReplica]]:
-        free = [each for each in candidate_replicas if each.routing_stats.get("load", 0.0) < 1.0]
-        chosen: list[list[RunningReplica]] = await super()._prefix_match_best_replicas(
-            pending_request, free or candidate_replicas
-        )
-        return chosen
-
-
 @serve.ingress()
 class Front:
     """Forwards each request to the replica that Ray chooses for its prompt and its model.
@@ -104,7 +69,7 @@ class Front:
             return
         fields = _fields(body)
         replicas = self._replicas
-        if (model := fields.get("model")) in self._models:
+        if model := model_in(fields, self._models):
             replicas = replicas.options(multiplexed_model_id=model)
         request = ForwardedRequest(
             {name: scope[name] for name in PASSED if name in scope}, body, prompt_text(fields)
@@ -223,6 +188,12 @@ def _fields(body: bytes) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
         found = json.loads(body)
     return found if isinstance(found, dict) else {}
+
+
+def model_in(fields: dict[str, Any], models: Container[str]) -> str | None:
+    """The model that a request names, if it is one of these."""
+    model = fields.get("model")
+    return model if isinstance(model, str) and model in models else None
 
 
 def prompt_text(fields: dict[str, Any]) -> str:
