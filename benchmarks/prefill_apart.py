@@ -138,10 +138,13 @@ def apart(requests: Workload, seconds: float, budget: int) -> list[Times]:
     hardware = first.hardware
     bytes_per_s = hardware.peer_bytes_per_s / hardware.num_wired_peers
     free_s, handed = 0.0, []
-    for number in sorted(range(len(asked)), key=lambda number: prefilled[number].first_s):
+    goes_on = [
+        number
+        for number, (_, request) in enumerate(asked)
+        if prefilled[number].ended and request.max_tokens != 1
+    ]
+    for number in sorted(goes_on, key=lambda number: prefilled[number].first_s):
         times, (_, request) = prefilled[number], asked[number]
-        if not times.ended or request.max_tokens == 1:
-            continue
         size = len(request.prompt_token_ids) * first.model.kv_bytes_per_token
         free_s = max(free_s, times.first_s) + size / bytes_per_s
         accept(second, free_s, request)

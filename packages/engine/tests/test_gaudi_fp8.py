@@ -230,12 +230,12 @@ def test_the_output_head_of_a_rank_is_not_rounded(plain: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_integers_are_rejected_on_a_gaudi(plain: Path, eager_gaudi: Any, quantization: str) -> None:
-    with pytest.raises(ConfigError, match=f"weights of {quantization} .* not computed on hpu"):
+    with pytest.raises(ConfigError, match=f"hpu does not compute weights of {quantization}"):
         core_of(plain, dtype="bfloat16", quantization=quantization)
 
 
 def test_fp8_is_rejected_where_it_would_be_expanded(plain: Path) -> None:
-    with pytest.raises(ConfigError, match=r"weights of fp8 .* not computed on cpu"):
+    with pytest.raises(ConfigError, match="cpu expands weights of fp8"):
         EngineCore(EngineConfig(model=plain, device="cpu", quantization="fp8"))
 
 

@@ -404,7 +404,7 @@ def test_packed_weights_are_rounded_no_further_and_rejected_on_a_gaudi(
     model = packed_with(tiny_model, tmp_path, compressed("int-quantized", 8, "channel"))
     with pytest.raises(ConfigError, match="int8 rounds weights of bf16"):
         LLM(model, device="cpu", quantization="int8")
-    expected = r"compressed-tensors \(8 bits, channels\) are not computed on hpu"
+    expected = r"hpu does not compute weights of compressed-tensors \(8 bits, channels\):"
     with pytest.raises(ConfigError, match=expected):
         LLM(model, device="hpu")
 

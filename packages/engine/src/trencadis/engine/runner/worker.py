@@ -451,9 +451,9 @@ class Worker:
         use = self.device.weight_use(form)
         rounds_for_nothing = packing is None and form.is_float and use is WeightUse.EXPANDED
         if use is WeightUse.REJECTED or rounds_for_nothing:
+            reason = "expands" if rounds_for_nothing else "does not compute"
             raise ConfigError(
-                f"weights of {form} are not computed on {self.device.name}: serve bf16, or on "
-                "another device",
+                f"{self.device.name} {reason} weights of {form}: serve bf16, or on another device",
                 "quantization",
             )
 
