@@ -55,6 +55,7 @@ def settings(model: Path, folders: dict[str, Path]) -> EngineConfig:
     )
 
 
+@pytest.mark.slow
 def test_they_are_loaded_and_unloaded_and_survive_a_restart(
     tiny_model: Path, folders: dict[str, Path]
 ) -> None:
@@ -121,6 +122,7 @@ def test_they_are_loaded_and_unloaded_and_survive_a_restart(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_what_is_parked_returns_with_the_content_that_it_began_with(
     tiny_model: Path, folders: dict[str, Path]
 ) -> None:

@@ -169,6 +169,7 @@ def serve(
     return run
 
 
+@pytest.mark.slow
 def test_requests_get_tokens_while_a_file_is_read(
     serve: Callable[..., None], reference: Reference
 ) -> None:

@@ -175,7 +175,18 @@ SCARCE = {
 }
 
 
-@pytest.mark.parametrize("case", SCARCE)
+SLOW = {
+    "in chunks",
+    "without buckets",
+    "without a shared prefix",
+    "in sequence buckets",
+    "few slots",
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in SCARCE]
+)
 def test_no_token_changes_where_requests_are_preempted_and_wait(
     case: str, tiny_model: Path, adapters: dict[str, Path], reference: Reference
 ) -> None:

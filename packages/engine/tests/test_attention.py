@@ -824,6 +824,7 @@ def test_scores_of_hundreds_do_not_overflow(attention: Attention, sign: int, pos
     torch.testing.assert_close(out[0, 0], case.expected(0)[-1], atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[1] * 80, [1000, 1], [1, 1000]], ids=["many", "first", "last"])
 def test_threads_wait_for_each_other(lengths: list[int]) -> None:
     """One writes tokens that another reads, or combines what another has computed of a row.

@@ -306,6 +306,7 @@ def test_a_harmful_chat_template_ends_its_request_alone(tokenizer: Tokenizer, na
     assert tokenizer.decode(tokenizer.render_chat(messages)) == "user:hi\nassistant:"
 
 
+@pytest.mark.slow
 def test_a_slow_conversation_delays_no_quick_one(tiny_model: Path) -> None:
     """It gets a tenth of a second before the others, and the rest beside them."""
     template = f"{{% if messages[0].content == 'slow' %}}{ENDLESS}{{% endif %}}ok"

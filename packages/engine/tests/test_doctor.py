@@ -104,6 +104,7 @@ def by_status(report: DoctorReport, status: Status) -> set[str]:
     return {name for name, finding in report.findings.items() if finding.status is status}
 
 
+@pytest.mark.slow
 def test_on_the_cpu_what_is_of_a_gaudi_is_said_to_be_missing(model, own_processes):
     report = examined(model, "cpu")
     assert not children(), "no process is left behind"

@@ -297,6 +297,7 @@ def test_odd_values_are_refused_by_name() -> None:
     assert 0 < fuzz_values(2000) < 1500
 
 
+@pytest.mark.slow
 def test_odd_calls_of_an_engine_hurt_no_other_caller(tiny_model: Path) -> None:
     fuzzer = fuzz_engine(tiny_model, 600)
     assert fuzzer.refused > 100

@@ -118,12 +118,13 @@ def models(
     return first, attrs.evolve(first, model=str(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_changes", [6, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda: ProportionalThermalPolicy(target_temp_c=82.0), marks=pytest.mark.slow),
-        pytest.param(lambda: PowerBudgetPolicy(budget_w=500.0), marks=pytest.mark.slow),
+        lambda: ProportionalThermalPolicy(target_temp_c=82.0),
+        lambda: PowerBudgetPolicy(budget_w=500.0),
         lambda: TwoPhaseThermalPolicy(target_temp_c=82.0, budget_w=500.0, min_prefill_tokens=16),
         lambda: None,
     ],

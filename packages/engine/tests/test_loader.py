@@ -62,6 +62,7 @@ def test_hub_id_out_of_reach_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_one_line_without_retries(tmp_path: Path) -> None:
     """Each file was tried for half a minute, in two processes, with a line for each try."""
     environ = {

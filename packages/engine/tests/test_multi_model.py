@@ -199,11 +199,9 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 """What makes a copy of a checkpoint that cannot be served, by alias."""
 
 
-@pytest.mark.parametrize(
-    "is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["short", "whole"]
-)
+@pytest.mark.slow
 def test_life_of_an_engine_with_several_models(
-    models: tuple[ModelEntry, ModelEntry], tmp_path: Path, is_whole: bool
+    models: tuple[ModelEntry, ModelEntry], tmp_path: Path
 ) -> None:
     """One engine for all of it: the start of a core takes seconds."""
     config = models[1].config
@@ -228,18 +226,15 @@ def test_life_of_an_engine_with_several_models(
                 each_model_answers_with_its_own_tokenizer_template_and_limits,
                 parked_requests_go_on_with_the_same_tokens,
                 one_switch_at_a_time_and_requests_that_run_may_end,
+                a_model_that_cannot_be_served_costs_no_request,
+                the_steps_of_the_caller_are_those_of_the_seed,
+                a_failed_switch_leaves_the_previous_model_and_its_parked_requests,
+                requests_that_still_run_keep_the_model_or_are_ended,
+                a_parked_request_ends_with_its_client,
+                a_switch_goes_on_without_its_caller,
+                a_sleeping_engine_refuses_requests_until_it_wakes_up,
+                a_conversation_is_rendered_to_its_end_while_its_model_leaves,
             ]
-            if is_whole:
-                parts += [
-                    a_model_that_cannot_be_served_costs_no_request,
-                    the_steps_of_the_caller_are_those_of_the_seed,
-                    a_failed_switch_leaves_the_previous_model_and_its_parked_requests,
-                    requests_that_still_run_keep_the_model_or_are_ended,
-                    a_parked_request_ends_with_its_client,
-                    a_switch_goes_on_without_its_caller,
-                    a_sleeping_engine_refuses_requests_until_it_wakes_up,
-                    a_conversation_is_rendered_to_its_end_while_its_model_leaves,
-                ]
             for part in parts:
                 await engine.switch_model("first")
                 await part(engine)

@@ -184,6 +184,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_engine_is_warm_when_it_starts_again(
     models: list[Path], tmp_path: Path, serve: Callable[[EngineConfig], Served]
 ) -> None:

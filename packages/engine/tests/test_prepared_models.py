@@ -112,6 +112,7 @@ def convert(
     return convert
 
 
+@pytest.mark.slow
 def test_the_active_model_serves_while_the_next_one_is_prepared(
     tiny_model: Path, tmp_path: Path, convert: Callable[[str], Path]
 ) -> None:

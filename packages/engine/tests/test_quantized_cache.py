@@ -302,6 +302,7 @@ def test_keys_of_the_prefix_cache_differ_by_dtype(tiny_model: Path) -> None:
     assert len(set().union(*distinct)) == sum(map(len, distinct))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stash_bytes", [0, 1 << 30], ids=["loaded again", "from the stash"])
 def test_switches_and_sleep_keep_the_dtype_of_each_model(
     tiny_model: Path, stash_bytes: int

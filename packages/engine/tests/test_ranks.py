@@ -391,6 +391,7 @@ def test_a_warm_up_of_ranks_may_take_as_long_as_the_start_of_a_core(
     assert limits == {"warm_up": core_supervisor._START_SECONDS}
 
 
+@pytest.mark.slow
 def test_what_ranks_have_counted_goes_on_after_a_sleep(
     tiny_model: Path, start: Callable[..., EngineCore]
 ) -> None:

@@ -239,7 +239,8 @@ def test_bf16_logits_stay_within_tolerance_of_fp32(
     assert worst < 1.25 * theirs, "further from fp32 than transformers' own bf16"
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
 def test_log_probabilities_of_prompts_are_those_of_transformers(
     model_path: str, token_ids: list[tuple[int, ...]], compiled: bool
 ) -> None:

@@ -687,6 +687,7 @@ def poisoned(monkeypatch, served, tmp_path):
 POISON = line(7, messages=[{"role": "user", "content": "poison"}])
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_line_with_which_the_core_ends_is_sent_alone_and_then_given_up(poisoned):
     engine, start = poisoned
