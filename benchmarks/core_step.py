@@ -65,8 +65,8 @@ def make_model(directory: str) -> None:
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
         max_position_embeddings=1024,
     )
     LlamaForCausalLM(config).save_pretrained(directory)

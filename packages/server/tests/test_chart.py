@@ -89,7 +89,7 @@ def test_kubernetes_and_the_server_accept_what_each_device_has(
         ({"strategy": "None"}, "/strategy"),
         ({"flags": ["max-num-seqs=64"]}, "/flags/0"),
         ({"drainSeconds": "60s"}, "/drainSeconds"),
-        ({"labels": {"app": "mine"}}, "/labels"),  # the selector's own
+        ({"labels": {"app": "mine"}}, "invalid propertyName"),  # that of the selector
         ({"keys": {"api": "key"}}, "keys.admin must be set, or secret"),
         ({"keys": {}}, "keys.api must be set, or secret"),
     ],
