@@ -424,12 +424,19 @@ def test_software_is_told_by_its_version(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "status"),
-    [(set(), Status.OK), ({0, 3, 4, 15}, Status.OK), (set(range(7)), Status.DIFFERS)],
+    ("wrong", "status", "in_fp8"),
+    [
+        (set(), Status.OK, False),
+        ({0, 3, 4, 15}, Status.OK, False),
+        (set(range(7)), Status.DIFFERS, False),
+        (set(range(16)), Status.OK, True),
+    ],
 )
-def test_each_position_of_an_answer_is_compared_on_its_own(wrong, status):
+def test_each_position_of_an_answer_is_compared_on_its_own(wrong, status, in_fp8):
     class Served:
         """Gives tokens that differ from the reference at some positions of the first prompt."""
+
+        rounds_inputs = in_fp8
 
         def answers(self, requests):
             return [

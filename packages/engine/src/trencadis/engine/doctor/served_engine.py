@@ -51,6 +51,13 @@ class ServedEngine:
         return self.device.total_memory() - self.device.free_memory()
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether layers round what they multiply, which the CPU does not: weights in FP8."""
+        packing = self.spec.packing
+        is_float = packing is not None and packing.form.is_float
+        return self.device.name == "hpu" and (is_float or self.config.quantization == "fp8")
+
+    @property
     def spec(self) -> ModelSpec:
         """The facts about the checkpoint, also before it is loaded."""
         if self._spec is None:
