@@ -567,7 +567,7 @@ def test_prefixes_are_not_cached_and_a_line_says_so(
     [
         pytest.param("compile", True, marks=host_rows),
         ("enable_lora", True),
-        pytest.param("tensor_parallel_size", 2, marks=pytest.mark.slow),  # two processes start
+        ("tensor_parallel_size", 2),
     ],
 )
 def test_what_states_are_not_computed_under_is_rejected_by_name(

@@ -489,7 +489,7 @@ class Worker:
         """Raise `ConfigError` for settings that layers with a state are not computed under yet."""
         if not any(layer.states for layer in self.spec.layers):
             return
-        refused: list[tuple[str, Any]] = [("enable_lora", False), ("tensor_parallel_size", 1)]
+        refused: list[tuple[str, Any]] = [("enable_lora", False)]
         if not self.device.static_states:
             refused.append(("compile", False))
         for setting, value in refused:

@@ -37,7 +37,14 @@ def check_config(config: EngineConfig) -> None:
 
 def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
     """As `check_config`, but for the model itself, which has these facts."""
-    checked_device(config)
+    device = checked_device(config)
+    if any(layer.states for layer in spec.layers):
+        what = f"layers that keep a state on {device.name}, which {spec.source} has,"
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} does not work with {what} yet: "
+            "leave it out",
+            "tensor_parallel_size",
+        )
     divide(spec.config, spec.layers, spec.source, RankPart(0, config.tensor_parallel_size))
 
 
