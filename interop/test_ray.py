@@ -59,6 +59,8 @@ def url() -> Iterator[str]:
     """The address of a cluster on this machine, which starts an application where it is asked."""
     if not MODEL:
         pytest.skip("INTEROP_MODEL names no model")
+    # `metrics_of_replicas` tells processes apart by their start, which would be of one moment.
+    os.environ["RAY_worker_maximum_startup_concurrency"] = "1"  # noqa: SIM112 - Ray's spelling
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     port = random.randrange(20000, 40000)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
