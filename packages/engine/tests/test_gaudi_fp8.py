@@ -19,6 +19,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from trencadis.engine import ConfigError, EngineConfig, EngineCore, GenerateRequest, SamplingParams
+from trencadis.engine.core.config_payload import config_payload
+from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import HPUDevice
 from trencadis.engine.devices.hpu import fp8_linear
 from trencadis.engine.devices.hpu.fp8_linear import FP8Linear, use_fp8_products
@@ -178,6 +180,32 @@ def test_adapters_change_layers_of_fp8(plain: Path, tmp_path: Path, lazy_gaudi: 
     found = torch.tensor([token.logprobs.chosen.logprob for token in served])
     with_it, without = (reference.logprobs(name, tokens)[-8:] for name in ("a", None))
     assert (found - with_it).abs().max() < 0.2 * (without - with_it).abs().max()
+
+
+@pytest.mark.gaudi
+def test_fp8_outlives_sleep_and_switches(plain: Path, tmp_path: Path, lazy_gaudi: Any) -> None:
+    """To bf16 weights of the same structure and back: each model has its own products."""
+    core = core_of(quantize(plain, tmp_path, *FORMATS["fp8 by channel"]), warmup="none")
+    switcher = ModelSwitcher(core)
+    in_fp8 = core.config
+    in_bf16 = attrs.evolve(in_fp8, model=str(plain))
+    rounds = attrs.evolve(in_bf16, dtype="bfloat16", quantization="fp8")
+
+    def tokens() -> dict[str, list[int]]:
+        return {key: [each.token_id for each in found] for key, found in served_by(core).items()}
+
+    first = tokens()
+    for level in (1, 2):
+        switcher.sleep(level)
+        switcher.wake_up()
+        assert tokens() == first
+    for config, layers in ((in_bf16, 0), (rounds, NUM_LAYERS), (in_fp8, NUM_LAYERS)):
+        switcher.reconfigure_engine(config_payload(config), 1 << 30)
+        assert len(layers_in(core, FP8Linear)) == layers
+        found = tokens()
+        assert all(len(each) == GREEDY.max_tokens for each in found.values())
+    assert found == first
+    core.close()
 
 
 @pytest.mark.gaudi

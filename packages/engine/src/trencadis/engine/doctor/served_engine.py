@@ -16,6 +16,7 @@ from trencadis.engine.devices import Device, select_device
 from trencadis.engine.doctor.device_counts import DeviceCounts, count_calls
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.loader import ModelSpec, inspect_model, resolve_dtype
+from trencadis.engine.models.packed_weight import WeightUse
 from trencadis.engine.runner.in_process import InProcessExecutor
 from trencadis.engine.runner.worker import Worker
 from trencadis.engine.settings.engine_config import EngineConfig
@@ -52,10 +53,11 @@ class ServedEngine:
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether layers round what they multiply, which the CPU does not: weights in FP8."""
-        packing = self.spec.packing
-        is_float = packing is not None and packing.form.is_float
-        return self.device.name == "hpu" and (is_float or self.config.quantization == "fp8")
+        """Whether layers round what they multiply, as a product with weights in FP8 does."""
+        form = self.spec.weight_format(self.config.quantization)
+        if form is None or not form.is_float:
+            return False
+        return self.device.weight_use(form) is WeightUse.MULTIPLIED
 
     @property
     def spec(self) -> ModelSpec:

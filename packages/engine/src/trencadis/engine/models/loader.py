@@ -32,6 +32,7 @@ from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.packed_checkpoint import loading_arguments
 from trencadis.engine.models.packed_formats import Packing, read_packing
 from trencadis.engine.models.packed_gguf import read_gguf_packing
+from trencadis.engine.models.packed_weight import WeightFormat
 from trencadis.engine.models.pair_prompts import find_scoring
 from trencadis.engine.models.pooling import (
     check_causal,
@@ -43,6 +44,7 @@ from trencadis.engine.models.pooling import (
 from trencadis.engine.models.rank_loading import DividedModel
 from trencadis.engine.models.real_rotary import use_real_rotary
 from trencadis.engine.models.rotary import angles_of, check_angles, pin_frequencies
+from trencadis.engine.models.rounded_weights import ROUNDED_FORMATS
 from trencadis.engine.models.score_heads import (
     as_scorer,
     check_labels,
@@ -80,6 +82,10 @@ class ModelSpec:
     max_seq_length: int | None = None
     text_prompts: TextPrompts = attrs.field(factory=TextPrompts)
     packing: Packing | None = None
+
+    def weight_format(self, quantization: str) -> WeightFormat | None:
+        """That of packed weights, or of those that `round_weights` makes; None for neither."""
+        return ROUNDED_FORMATS.get(quantization) if self.packing is None else self.packing.form
 
 
 def inspect_model(

@@ -1,10 +1,9 @@
 """Reads the packed weights of quantised checkpoints, in the bits of the file.
 
 compressed-tensors with integers of 8 and 4 bits and FP8, FP8 as the makers of models publish it,
-GPTQ and AWQ. Each reader turns the
-tensors of a linear layer into a `PackedWeight`, which equals what the format's own definition
-unpacks.
-Activations are not quantised, whatever a checkpoint says of them.
+GPTQ and AWQ. Each reader turns the tensors of a linear layer into a `PackedWeight`, which equals
+what the format's own definition unpacks. Activations are not quantised, whatever a checkpoint
+says of them.
 """
 
 from __future__ import annotations

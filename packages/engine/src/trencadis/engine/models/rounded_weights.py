@@ -73,9 +73,8 @@ def round_weights(
         return
     _check_enough_is_rounded(model, [layer for _, _, layer in layers], form)
     # The head has the most to lose, and keeps 8 bits: llama.cpp gives it 6 in files of 4 bits.
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    head = id(getattr(output, "linear", output))  # that of a rank has its part in it
-    in_8_bits = {head, *_keeping_8_bits(model)}
+    head = _head_of(model)
+    in_8_bits = {id(head), *_keeping_8_bits(model)}
     table = getattr(model, "get_input_embeddings", lambda: None)()
     tables = [each for each in layers_of(model, nn.Embedding) if each[2] is table]
     tied: dict[int, PackedWeight] = {}
@@ -84,8 +83,8 @@ def round_weights(
         if layer.weight.dtype is not torch.bfloat16:
             return layer
         packed = rounded_int8(layer.weight.detach())
-        if output is not None and getattr(output, "weight", None) is layer.weight:
-            tied[head] = packed
+        if head is not None and getattr(head, "weight", None) is layer.weight:
+            tied[id(head)] = packed
         return QuantizedEmbedding(packed, layer.weight.dtype)
 
     def rounded(layer: nn.Linear) -> QuantizedLinear:
@@ -102,9 +101,15 @@ def round_weights(
     replace_layers(layers, rounded)
 
 
-def _round_to_fp8(model: nn.Module, layers: list[FoundLayer], form: WeightFormat) -> None:
+def _head_of(model: nn.Module) -> nn.Module | None:
+    """The linear layer of the output head; of a rank, the one that has its part."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    head = getattr(output, "linear", output)  # that of a rank has its part in it
+    head: nn.Module | None = getattr(output, "linear", output)
+    return head
+
+
+def _round_to_fp8(model: nn.Module, layers: list[FoundLayer], form: WeightFormat) -> None:
+    head = _head_of(model)
     layers[:] = [each for each in layers if each[2] is not head]  # no other list keeps them
     _check_enough_is_rounded(model, [layer for _, _, layer in layers], form, apart=head)
     replace_layers(

@@ -42,7 +42,7 @@ from trencadis.engine.models.quantized_cache import CACHE_DTYPES
 from trencadis.engine.models.rank_loading import DividedModel, divide
 from trencadis.engine.models.rank_modules import least_over_ranks, most_over_ranks
 from trencadis.engine.models.rank_part import RankPart
-from trencadis.engine.models.rounded_weights import ROUNDED_FORMATS, round_weights
+from trencadis.engine.models.rounded_weights import round_weights
 from trencadis.engine.runner.adapter_store import AdapterStore
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.block_moves import warm_up_copies
@@ -439,7 +439,7 @@ class Worker:
     def _check_weights(self) -> None:
         """Raise `ConfigError` for weights that are packed twice, or that the device rejects."""
         packing, quantization = self.spec.packing, self.config.quantization
-        form = ROUNDED_FORMATS.get(quantization) if packing is None else packing.form
+        form = self.spec.weight_format(quantization)
         if form is None:
             return
         if packing is not None and quantization != "none":

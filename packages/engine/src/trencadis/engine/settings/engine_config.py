@@ -282,7 +282,7 @@ class EngineConfig(CapacitySettings):
         group=MODEL,
         help="rounds the bf16 weights of linear layers at load: int8, with a scale for each "
         "output, or int4, for 32 inputs, with attention and some others by int8; embedding and "
-        "output head by int8; on hpu fp8 alone",
+        "output head by int8; fp8 is for hpu, which takes no other",
     )
     enable_lora: bool = setting_field(
         False,
