@@ -15,7 +15,6 @@ from trencadis.kvcache.copy_plan import (
     SwapCopies,
     split_to_plan_sizes,
 )
-from trencadis.kvcache.decode_layout import NO_OWNER, DecodeLayout, lay_out, lay_out_pairs
 from trencadis.kvcache.defrag import Defragmenter, DefragPlan, warm_up_defragmenter
 from trencadis.kvcache.errors import (
     CannotCopy,
@@ -35,7 +34,6 @@ from trencadis.kvcache.errors import (
 )
 from trencadis.kvcache.manager import AllocStatus, BlockManager
 from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher, decode_extra_keys
-from trencadis.kvcache.remapper import BlockRemapper
 from trencadis.kvcache.rounding import ceil_div, num_passed_blocks
 from trencadis.kvcache.state_slots import PADDING_SLOT, StateSlots
 from trencadis.kvcache.swapper import HostBlockPool
@@ -100,23 +98,30 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from trencadis.kvcache.decode_layout import NO_OWNER, DecodeLayout, lay_out, lay_out_pairs
     from trencadis.kvcache.disk_tier import DiskTier
     from trencadis.kvcache.host_tier import HostTier
     from trencadis.kvcache.layer_groups import LayerGroups, group_layers
+    from trencadis.kvcache.remapper import BlockRemapper
     from trencadis.kvcache.tier import BlockTier, Content, TierCounters
     from trencadis.kvcache.tier_transfers import TierTransfers
 
     __version__: str
 else:
     _LOADED_ON_USE = {
+        "NO_OWNER": "decode_layout",
+        "BlockRemapper": "remapper",
         "BlockTier": "tier",
         "Content": "tier",
+        "DecodeLayout": "decode_layout",
         "DiskTier": "disk_tier",
         "HostTier": "host_tier",
         "LayerGroups": "layer_groups",
         "TierCounters": "tier",
         "TierTransfers": "tier_transfers",
         "group_layers": "layer_groups",
+        "lay_out": "decode_layout",
+        "lay_out_pairs": "decode_layout",
     }
 
     def __getattr__(name: str) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
-from trencadis.kvcache import Direction, TierTransfers
+from trencadis.kvcache import Direction
 from trencadis.scheduler.config import SettingsInForce
 from trencadis.scheduler.errors import DuplicateRequest, QueueFull, UnservableRequest
 from trencadis.scheduler.fair_share import RESERVE, Client
@@ -16,6 +17,9 @@ from trencadis.scheduler.group_states import GroupQueue, GroupStates
 from trencadis.scheduler.output import FailedRequest, SchedulingStep
 from trencadis.scheduler.preemption_costs import PreemptionCosts
 from trencadis.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from trencadis.kvcache import TierTransfers
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ import math
 import time
 from collections import abc
 from concurrent.futures import Future
-from typing import NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 import attrs
 
-from trencadis.kvcache import BlockManager, Defragmenter, Direction, StateSlots, TierTransfers
+from trencadis.kvcache import BlockManager, Defragmenter, Direction, StateSlots
 from trencadis.scheduler.admission import AdmissionControl
 from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.clock import SteadyClock
@@ -47,6 +47,9 @@ from trencadis.scheduler.running_limit import RunningLimit
 from trencadis.scheduler.step_results import StepResultProcessor, StepResults
 from trencadis.scheduler.thermal.guard import ThermalGuard
 from trencadis.scheduler.validators import instance_of, is_integer
+
+if TYPE_CHECKING:
+    from trencadis.kvcache import TierTransfers
 
 
 class Scheduler:
@@ -101,6 +104,8 @@ class Scheduler:
         _check_tokens_ahead(config, blocks)
         self.costs = costs or PreemptionCosts()
         if tiers is not None:
+            from trencadis.kvcache import TierTransfers  # noqa: PLC0415  few hosts have tiers
+
             instance_of(TierTransfers).checked("tiers", tiers)
         self._tiers = tiers
         self._settings = settings = SettingsInForce(config)
