@@ -382,7 +382,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server.parsers": [
         {"chat_template", "closed_schemas", "events", "text_reader"},
-        {"harmony", "json_text"},
+        {"harmony", "json_text", "python_text"},
         {"tool_parser"},
         {"forced_calls", "reasoning_parsers", "tool_parsers"},
         {"answer_parser", "registry", "structural_tags"},

@@ -48,6 +48,12 @@ EXAMPLES = {
         'Sure!<|tool_call|>[{"name": "get", "arguments": {"a": "x\\"}"}}, '
         '{"name": "put", "arguments": {"b": [1, {}]}}]'
     ),
+    "internlm": (
+        'Sure!<|action_start|><|plugin|>\n{"name": "get", "parameters": {"a": "x\\"}"}}'
+        '<|action_end|>\n<|action_start|><|plugin|>\n{"name": "put", "parameters": '
+        '{"b": [1, {}]}}<|action_end|>'
+    ),
+    "pythonic": """[get(a='x"}'), put(b=[1, {}])]""",
     "openai": (
         "Sure!<|start|>assistant<|channel|>commentary to=functions.get <|constrain|>json"
         '<|message|>{"a": "x\\"}"}<|call|><|start|>assistant to=functions.put<|channel|>commentary '
@@ -102,6 +108,8 @@ PIECES = [
         "<|call|>",
         "<|return|>",
     ),
+    *("<|action_start|>", "<|plugin|>", "<|action_end|>", "<|python_start|>", "<|python_end|>"),
+    *("[get(", "a='b", "'", "c=[1, None, {'d': -1e3}]", ")", "(", "=", '"""', "\\u00e9"),
     *(" " * 70, '"{\\"a\\": 1}"', "null", "</tool", "_call>"),
 ]
 TEXTS = st.lists(
@@ -186,7 +194,7 @@ def test_a_parser_that_is_no_parser_is_refused():
 def test_calls_are_found_in_each_format(name):
     content, _, calls = parse(new_parser(None, None, name), [EXAMPLES[name]])
     assert calls == [("get", '{"a": "x\\"}"}'), ("put", '{"b": [1, {}]}')]
-    assert content == ("" if name == "llama3_json" else "Sure!")
+    assert content == ("" if name in ("llama3_json", "pythonic") else "Sure!")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -195,7 +203,7 @@ def test_no_part_of_a_marker_is_content_and_arguments_come_bit_by_bit(name):
     events = [event for letter in EXAMPLES[name] for event in parser.push(letter)]
     content, _, _ = found(events + parser.finish())
     assert content in ("", "Sure!")
-    assert sum(isinstance(event, CallArguments) for event in events) > 20
+    assert sum(isinstance(event, CallArguments) for event in events) > 15
 
 
 OTHER_FORMS = [
@@ -213,6 +221,18 @@ OTHER_FORMS = [
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
         "{}",
     ),
+    ("internlm", '<|action_start|>{"name": "get", "arguments": {}}', "{}"),
+    ("pythonic", "<|python_start|>[get(a=1)]<|python_end|>", '{"a": 1}'),
+    ("pythonic", "<|python_tag|>[get()]", "{}"),
+    ("pythonic", ' [{"name": "get", "arguments": {"a": 1}}] ', '{"a": 1}'),
+    ("pythonic", "[get(a=True, b=None, c=false,)]", '{"a": true, "b": null, "c": false}'),
+    (
+        "pythonic",
+        "[get(a=(1, -2.5, 1e+3), b={'x': {}})]",
+        '{"a": [1, -2.5, 1000.0], "b": {"x": {}}}',
+    ),
+    ("pythonic", r"""[get(a='it\'s', b="\u00e9\n\d")]""", r"""{"a": "it's", "b": "é\n\\d"}"""),
+    ("pythonic", "[get(a='''\"a\" or 'b' ''', b='')]", r"""{"a": "\"a\" or 'b' ", "b": ""}"""),
     ("openai", ' to=functions.get<|channel|>commentary json<|message|>{"a": 1}', '{"a": 1}'),
     ("openai", "<|channel|>analysis to=functions.get code<|message|>{}<|call|>", "{}"),
     ("openai", "<|channel|>commentary to=functions.get<|constrain|>json<|message|>", "{}"),
@@ -249,6 +269,12 @@ NO_CALLS = [
     ("deepseek_v3", "<｜tool▁calls▁begin｜>none<｜tool▁calls▁end｜>"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function get"),
     ("granite", "<|tool_call|>[1]"),
+    ("internlm", "<|action_start|><|interpreter|>print(1)"),
+    ("pythonic", "[1, 2]"),
+    ("pythonic", "[see(a=1)]"),
+    ("pythonic", "[get(1)]"),
+    ("pythonic", '[{"name": "Bob"}]'),
+    ("pythonic", "I call [get()]"),
     ("openai", "<|channel|>final<|message|>Yes"),
     ("openai", "<|channel|>commentary to=functions.get"),
     ("openai", "<|channel|>commentary to=functions.<|message|>{}"),
@@ -278,6 +304,43 @@ def test_arguments_that_are_no_json_are_passed_on_to_their_end():
         text = f'<tool_call>{{"name": "get", "arguments": {cut_off}</tool_call>Done'
         content, _, calls = parse(new_parser(None, None, "hermes"), [text])
         assert (content, calls) == ("Done", [("get", cut_off)])
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("[get(a=1 + 1)]", '{"a": 1 + 1)]'),
+        ("[get(a=1, 2)]", '{"a": 1, 2)]'),
+        ("[get(a='b", '{"a": "b'),
+        ("[get(a=now)]", '{"a": now)]'),
+        ("[get(a=" + "[" * 100, '{"a": ' + "[" * 100),
+    ],
+)
+def test_arguments_that_are_no_python_literal_are_passed_on_to_their_end(text, arguments):
+    assert parse(new_parser(None, None, "pythonic"), [text]) == ("", "", [("get", arguments)])
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z_]{1,5}", fullmatch=True),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(),
+            lambda part: st.lists(part) | st.dictionaries(st.text(), part),
+            max_leaves=6,
+        ),
+        min_size=1,
+    ),
+    st.lists(st.integers(0, 10_000), max_size=12),
+)
+def test_a_call_in_python_has_the_values_that_python_reads(arguments, positions):
+    written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    deltas = cut(f"[get({written})]", positions)
+    _, _, ((_, found_arguments),) = parse(new_parser(None, None, "pythonic"), deltas)
+    assert json.loads(found_arguments) == arguments
 
 
 def test_one_call_at_most_where_calls_are_not_parallel():

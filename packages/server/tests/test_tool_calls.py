@@ -456,6 +456,8 @@ TEMPLATES = [
     ("{{ '<tool_call>\\n<function=' }}", None, None),
     ("{{ '[TOOL_CALLS] [' }}", "mistral", None),
     ("{{ '<|tool_call|>' }}", "granite", None),
+    ("{{ '<|action_start|><|plugin|>' }}", "internlm", None),
+    ("the format of [func_name1(params_name1=params_value1...", "pythonic", None),
     ("{{ '<｜tool▁calls▁begin｜>' }}{{ '<think>\\n' }}", "deepseek_v3", "qwen3"),
     ('{"name": function name, "parameters": dictionary of argument name', "llama3_json", None),
     ("Here is my thought process:", None, "granite"),

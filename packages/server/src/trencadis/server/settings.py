@@ -184,7 +184,7 @@ class ServerSettings:
         metavar="NAME",
         group=CHAT,
         help="how the model writes tool calls: hermes, llama3_json, mistral, deepseek_v3, "
-        "granite, openai, module:Class, auto (by its chat template) or none",
+        "granite, internlm, pythonic, openai, module:Class, auto (by its chat template) or none",
     )
     reasoning_parser: str = setting_field(
         "auto",

@@ -12,6 +12,8 @@ _TOOL_MARKERS = (
     ("deepseek_v3", re.compile("<｜tool▁calls▁begin｜>")),
     ("mistral", re.compile(r"\[TOOL_CALLS\]")),
     ("granite", re.compile(r"<\|tool_call\|>")),
+    ("internlm", re.compile(r"<\|action_start\|>")),
+    ("pythonic", re.compile(r"\[func_name1\(params_name1=")),
     ("hermes", re.compile("<tool_call>")),
     ("llama3_json", re.compile(r'"parameters": dictionary of argument name')),
 )

@@ -19,6 +19,8 @@ TOOL_PARSERS: Mapping[str, str] = {
     "mistral": f"{_TOOLS}:MistralToolParser",
     "deepseek_v3": f"{_TOOLS}:DeepSeekToolParser",
     "granite": f"{_TOOLS}:GraniteToolParser",
+    "internlm": f"{_TOOLS}:InternLmToolParser",
+    "pythonic": f"{_TOOLS}:PythonicToolParser",
     "openai": f"{_TOOLS}:HarmonyToolParser",
 }
 """The built-in tool parsers, by vLLM's names. To add one, write a class in `tool_parsers` and add a

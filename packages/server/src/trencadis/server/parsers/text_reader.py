@@ -80,6 +80,12 @@ class TextReader:
                 return ""
             yield
 
+    def take(self, count: int) -> Reading[str]:
+        """Read so many characters, or fewer at the end."""
+        while len(self._text) - self._position < count and not self._ended:
+            yield
+        return self._take(min(self._position + count, len(self._text)))
+
     def skip(self, pattern: re.Pattern[str] = _SPACES) -> Reading[None]:
         """Read all characters that come next and match ``pattern``, which may match nothing."""
         while (yield from self.peek()):

@@ -5,10 +5,13 @@ The formats are those of the models' chat templates.
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
+from collections.abc import Callable
 
 from trencadis.server.parsers import harmony
+from trencadis.server.parsers.python_text import pass_literal
 from trencadis.server.parsers.text_reader import Reading
 from trencadis.server.parsers.tool_parser import CallEnd, CallFormat, TextToolParser
 
@@ -202,6 +205,115 @@ class GraniteToolParser(TextToolParser):
             end = yield from (self.call_list() if is_list else self.call_object())
             if end is CallEnd.COMPLETE:
                 yield from self.close("</tool_call>")
+
+
+class InternLmToolParser(TextToolParser):
+    """InternLM 2.5 and 3: each call is an object between ``<|action_start|><|plugin|>`` and an end.
+
+    InternLM 2.5 writes ``parameters``, InternLM 3 ``arguments``.
+    """
+
+    call_format = CallFormat(
+        before_name='<|action_start|><|plugin|>\n{"name": "',
+        before_arguments='", "parameters": ',
+        after="}<|action_end|>",
+        separator="\n",
+    )
+    markers = ("<|action_start|>", "<|plugin|>", "<|action_end|>")
+    ends = ("<|action_end|>",)
+
+    def parse(self) -> Reading[None]:
+        while (yield from self.content_until("<|action_start|>")):
+            yield from self.reader.skip()
+            yield from self.reader.accept("<|plugin|>")
+            yield from self.reader.skip()
+            if (yield from self.call_object()) is CallEnd.COMPLETE:
+                yield from self.close("<|action_end|>")
+
+
+class PythonicToolParser(TextToolParser):
+    """Llama 4, Llama 3.2 and ToolACE: the whole answer is a list of calls, written as in Python.
+
+    ``[get(city="Paris", days=[1, 2]), put()]``, between ``<|python_start|>`` and an end or not. A
+    call has named arguments alone, and is one only if its name is that of a tool. Arguments are
+    passed on as JSON. Forced calls are JSON objects in the list, which is read, too.
+    """
+
+    call_format = CallFormat(
+        begin="[",
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        after="}",
+        separator=", ",
+        end="]",
+    )
+    markers = ("<|python_start|>", "<|python_end|>")
+    ends = ("<|python_end|>",)
+
+    def parse(self) -> Reading[None]:
+        self.reader.record()
+        yield from self.reader.skip()
+        yield from self.reader.accept("<|python_start|>", "<|python_tag|>")
+        yield from self.reader.skip()
+        if (yield from self.reader.accept("[")):
+            yield from self._calls()
+        else:
+            self.no_call()
+        yield from self.reader.rest(self.add_content)
+
+    def _calls(self) -> Reading[None]:
+        while True:
+            yield from self.reader.skip()
+            is_object = (yield from self.reader.peek()) == "{"
+            call = self.call_object(self.tool_names) if is_object else self._python_call()
+            if (yield from call) is not CallEnd.COMPLETE:
+                return
+            self.reader.record()
+            yield from self.reader.skip()
+            if not (yield from self.reader.accept(",")):
+                self.reader.forget()
+                yield from self.close("<|python_end|>")
+                return
+
+    def _python_call(self) -> Reading[CallEnd]:
+        name = yield from self.reader.name()
+        if name not in self.tool_names or not (yield from self.reader.accept("(")):
+            return self.no_call()
+        yield from self.reader.skip()
+        if (yield from self.reader.accept(")")):
+            self.call_without_arguments(name)
+            return CallEnd.COMPLETE
+        key = yield from self._key()
+        if not key:
+            return self.no_call()
+        return (yield from self._python_arguments(key, self._pass_arguments(self._begin(name))))
+
+    def _key(self) -> Reading[str]:
+        """The name of an argument and what comes before its value; "" where they are not there."""
+        key = yield from self.reader.name()
+        yield from self.reader.skip()
+        return key if key and (yield from self.reader.accept("=")) else ""
+
+    def _python_arguments(self, key: str, pass_on: Callable[[str], None]) -> Reading[CallEnd]:
+        """Pass on the arguments of a call, of which the first ``key`` was read."""
+        pass_on("{")
+        while key:
+            pass_on(f"{json.dumps(key)}: ")
+            if not (yield from pass_literal(self.reader, pass_on)):
+                break
+            self.reader.record()
+            yield from self.reader.skip()
+            has_next = yield from self.reader.accept(",")
+            yield from self.reader.skip()
+            if (yield from self.reader.accept(")")):
+                self.reader.forget()
+                pass_on("}")
+                return CallEnd.COMPLETE
+            key = (yield from self._key()) if has_next else ""
+            pass_on(", " if key else self.reader.recorded())
+        self.reader.forget()
+        yield from self.reader.until(self.ends, pass_on)
+        return CallEnd.BROKEN
 
 
 class HarmonyToolParser(TextToolParser):
