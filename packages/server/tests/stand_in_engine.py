@@ -52,8 +52,10 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token for token in token_ids if token != BOS).decode(errors="replace")
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        bos = b"" if skip_special_tokens else b"<bos>"
+        spelled = (bos if token == BOS else bytes([token]) for token in token_ids)
+        return b"".join(spelled).decode(errors="replace")
 
     def min_num_tokens(self, length: int) -> int:
         return length // 8
@@ -65,7 +67,9 @@ class ByteTokenizer:
         return "<bos>" if token_id == BOS else f"<{token_id}>"
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
-        return bytes([token_id]) if token_id != BOS else b""
+        if token_id == BOS:
+            return b"" if skip_special_tokens else b"<bos>"
+        return bytes([token_id])
 
     def render_pair(
         self,

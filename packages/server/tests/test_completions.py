@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from stand_in_engine import BOS
 
 pytestmark = pytest.mark.asyncio
 
@@ -97,6 +98,17 @@ async def test_an_echo_has_as_many_log_probabilities_as_were_asked_for(client, m
     (choice,) = (await complete(client, **fields, **more)).json()["choices"]
     assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:3]] == [2, 2]
     assert len(choice["prompt_logprobs"][1]) == 21
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_of_token_ids_has_the_special_ones(client, stream):
+    """The client sent them; the one that is added to a text is not part of that text."""
+    fields = {"prompt": [BOS, 97], "echo": True, "logprobs": 0, "max_tokens": 1}
+    response = await complete(client, **fields, stream=stream)
+    choices = [a["choices"][0] for a in (chunks(response.text) if stream else [response.json()])]
+    assert "".join(choice["text"] for choice in choices) == "<bos>aa"
+    offsets = [n for c in choices if c["logprobs"] for n in c["logprobs"]["text_offset"]]
+    assert offsets == [0, 5, 6]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -133,21 +133,23 @@ async def test_an_input_may_take_all_of_the_context_and_no_token_more(client, en
     await embed(client, input=["a", "b" * 255])
     error = await refusal(client, input=["a", "b" * 256])
     assert (error["param"], error["code"]) == ("input[1]", "context_length_exceeded")
-    assert "257 tokens, more than this model's context of 256" in error["message"]
+    assert "257 tokens: this model's maximum context length is 256" in error["message"]
+    assert "Please reduce the length of the input prompt" in error["message"]
     error = await refusal(client, input=["a", "b" * 10_000])
     assert (error["param"], error["code"]) == ("input[1]", "context_length_exceeded")
     assert len(engine.requests) == 2
 
 
 async def test_long_inputs_are_cut_at_their_end_where_the_client_wants_it(client, engine):
-    for limit, length in ((3, 3), (-1, 256), (500, 256)):
-        await embed(
-            client, input="b" * 255 if limit == 500 else "b" * 300, truncate_prompt_tokens=limit
-        )
+    for limit, length in ((3, 3), (-1, 256), (256, 256)):
+        await embed(client, input="b" * 300, truncate_prompt_tokens=limit)
         assert len(engine.requests[-1][0]) == length
         assert engine.requests[-1][0][0] == BOS
     await embed(client, input=[list(b"abcd")], truncate_prompt_tokens=2)
     assert engine.requests[-1][0] == list(b"ab")
+    error = await refusal(client, input="a", truncate_prompt_tokens=257)
+    assert error["param"] == "truncate_prompt_tokens"
+    assert "Please request a smaller truncation size" in error["message"]
 
 
 async def test_a_cut_input_keeps_the_special_token_at_its_end(client, engine):

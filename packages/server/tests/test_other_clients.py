@@ -83,8 +83,10 @@ async def test_litellm_reads_streams(litellm_fields):
 
 async def test_litellm_tells_the_errors_apart(litellm_fields, engine):
     litellm = pytest.importorskip("litellm")
-    with pytest.raises(litellm.BadRequestError, match="context"):
-        await litellm.acompletion(messages=MESSAGES, max_tokens=1000, **litellm_fields)
+    long = [{"role": "user", "content": "a" * 300}]
+    for fields in ({"messages": MESSAGES, "max_tokens": 1000}, {"messages": long}):
+        with pytest.raises(litellm.ContextWindowExceededError):
+            await litellm.acompletion(**fields, **litellm_fields)
     with pytest.raises(litellm.NotFoundError, match="does not exist"):
         await litellm.acompletion(
             messages=MESSAGES, **(litellm_fields | {"model": "openai/another"})

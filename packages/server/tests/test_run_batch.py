@@ -108,6 +108,7 @@ async def test_a_bad_line_gets_an_error_line_and_does_not_end_the_run(engine, mo
     counts = await answer_lines(engine, ServerSettings(), source, answers, 4)
     results = [json.loads(each) for each in answers.getvalue().splitlines()]
     assert (counts.answered, counts.failed) == (len(bad), len(bad) - 1)
+    assert counts.unnamed == sum(result["custom_id"] is None for result in results) == 6
     by_id = {result["custom_id"]: result for result in results}
     assert by_id["r8"]["response"]["status_code"] == 200
     assert by_id["r7"]["response"]["status_code"] == 400
@@ -204,7 +205,8 @@ def test_a_file_is_answered_by_a_real_model(tmp_path):
     command = [sys.executable, "-m", "trencadis.server", "run-batch", str(model), *flags]
     command += ["-i", str(source), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert "1 lines have no custom_id" in done.stdout
     assert f"21 requests answered in {target}, 1 of them with an error" in done.stdout
     results = [json.loads(each) for each in target.read_text().splitlines()]
     answered = {result["custom_id"] for result in results if result["error"] is None}

@@ -222,18 +222,22 @@ async def test_no_tool_is_called_nor_shown_where_none_may_be(official, engine, s
 
 
 @pytest.mark.parametrize(
-    ("choice", "names"),
+    ("choice", "names", "reason"),
     [
-        ("required", ["weather", "time"]),
-        ({"type": "function", "function": {"name": "time"}}, ["time"]),
+        ("required", ["weather", "time"], "tool_calls"),
+        ({"type": "function", "function": {"name": "time"}}, ["time"], "stop"),
     ],
 )
-async def test_a_demanded_call_is_a_grammar_for_the_engine(engine, serving, choice, names):
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_demanded_call_is_a_grammar_for_the_engine(
+    engine, serving, choice, names, reason, stream
+):
     """Without any parser, too: the format is then the server's choice."""
     engine.script = ['<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>']
     async with serving() as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="n") as client:
-        (answer,) = await complete(client, tools=TOOLS, tool_choice=choice)
+        (answer,) = await complete(client, stream, tools=TOOLS, tool_choice=choice)
     assert calls_of(answer) == [("time", "{}")]
+    assert answer.finish_reason == reason
     _, params, *_ = engine.requests[0]
     grammar = params.structured_output.grammar
     assert [name for name in ("weather", "time") if f'\\"{name}\\"' in grammar] == names

@@ -127,6 +127,8 @@ async def test_cohere_texts_are_cut_and_have_their_prompt(embedding, client):
     ):
         response = await client.post("/v2/embed", json={"texts": ["a" * 300], **fields})
         assert_error(response, 400, param)
+        if param == "input_type":
+            assert "Unsupported input_type 'other'" in response.text
 
 
 async def assert_invoked(client, path, body):

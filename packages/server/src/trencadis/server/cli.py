@@ -390,7 +390,9 @@ def _run_batch(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     print(f"{counts.answered} requests answered in {target}, {counts.failed} of them with an error")
-    return 1 if 0 < counts.answered == counts.failed else 0
+    if counts.unnamed:
+        print(f"{counts.unnamed} lines have no custom_id: add one to each request")
+    return 1 if counts.unnamed or 0 < counts.answered == counts.failed else 0
 
 
 def _bench(argv: Sequence[str]) -> int:

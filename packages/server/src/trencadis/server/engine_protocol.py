@@ -40,8 +40,8 @@ class ServingTokenizer(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids, of special tokens only where they are not skipped."""
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token, as log-probabilities report it."""

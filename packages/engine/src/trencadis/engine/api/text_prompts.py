@@ -28,8 +28,8 @@ class TextPrompts:
         if not isinstance(name, str) or name not in self.texts:
             known = ", ".join(map(repr, self.texts)) or "none"
             raise InvalidRequest(
-                f"prompt_name {name!r} is none of this model's prompts ({known}): leave it "
-                "out, or write what the model wants into the text",
+                f"Unsupported prompt_name {name!r}, none of this model's prompts ({known}): leave "
+                "it out, or write what the model wants into the text",
                 "prompt_name",
             )
         return self.texts[name]

@@ -50,18 +50,24 @@ def chat_logprobs(
 class TextOffset:
     """The position, in characters, of the next token in the text of its choice.
 
-    A token that begins within a character has the position of that character.
+    A token that begins within a character has the position of that character. ``num_shown``: of so
+    many first tokens, the special ones are in the text, too.
     """
 
-    def __init__(self, tokenizer: ServingTokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: ServingTokenizer, skip_special_tokens: bool, num_shown: int = 0
+    ) -> None:
         self.position = 0
+        self._num_shown = num_shown
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def advance(self, token_id: int) -> None:
         """Move past a token."""
-        new_bytes = self._tokenizer.token_bytes(token_id, self._skip_special)
+        skips = self._skip_special and self._num_shown <= 0
+        self._num_shown -= 1
+        new_bytes = self._tokenizer.token_bytes(token_id, skips)
         self.position += len(self._decoder.decode(new_bytes))
 
 

@@ -15,7 +15,13 @@ from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest
 from trencadis.server.api.characters import Text, check_characters
-from trencadis.server.api.protocol import Priority, RequestBody, TemplateArguments, as_prompts
+from trencadis.server.api.protocol import (
+    Priority,
+    RequestBody,
+    TemplateArguments,
+    as_prompts,
+    check_truncation,
+)
 from trencadis.server.api.unsupported_fields import UNSUPPORTED_POOLING, refuse_unsupported
 
 MAX_INPUTS = 2048
@@ -109,8 +115,13 @@ class PoolingBody(RequestBody):
         return self
 
     def kept_tokens(self, max_model_len: int) -> int | None:
-        """How many tokens of an input are kept; None: longer ones are an error."""
+        """How many tokens of an input are kept; None: longer ones are an error.
+
+        Raises `InvalidRequest` for more than the model's context.
+        """
         asked = self.truncate_prompt_tokens
+        if asked is not None:
+            check_truncation(asked, max_model_len)
         return max_model_len if asked == -1 else asked
 
     @property

@@ -322,10 +322,14 @@ class GenerationRequest(SamplingFields):
         return self
 
     def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """The tokens of a prompt that are kept, for a model with this context."""
+        """The tokens of a prompt that are kept, for a model with this context.
+
+        Raises `InvalidRequest` where ``truncate_prompt_tokens`` is above it.
+        """
         most = self.truncate_prompt_tokens
         if most is None:
             return token_ids
+        check_truncation(most, max_model_len)
         if most == -1:
             most = max(1, max_model_len - (self.requested_tokens or 1))
         return token_ids[:most] if self.truncation_side == "right" else token_ids[-most:]
@@ -411,6 +415,16 @@ class GenerationRequest(SamplingFields):
         given |= {"max_tokens": max_tokens, "logprobs": self.num_logprobs}
         given["prompt_logprobs"] = self.num_prompt_logprobs
         return SamplingParams(**given, structured_output=self._structured_output)
+
+
+def check_truncation(num_kept: int, max_model_len: int) -> None:
+    """Raise `InvalidRequest` where ``truncate_prompt_tokens`` cuts nothing that is too long."""
+    if num_kept > max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens {num_kept} is above the {max_model_len} tokens of this "
+            "model's context. Please request a smaller truncation size.",
+            "truncate_prompt_tokens",
+        )
 
 
 class ChatCompletionRequest(GenerationRequest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,8 +34,8 @@ def client_fields(names: Mapping[str, str]) -> Iterator[None]:
     def renamed(message: str, field: str | None) -> tuple[str, str | None]:
         chat_name = field or ""
         name = names.get(chat_name, chat_name)
-        if chat_name and message.startswith(chat_name):
-            message = name + message.removeprefix(chat_name)
+        if name != chat_name:
+            message = re.sub(rf"\b{re.escape(chat_name)}", name, message, count=1)
         return message, name or None
 
     try:

@@ -42,10 +42,14 @@ _RETRIED = ("engine_overloaded", "engine_restarting")
 
 @attrs.define
 class BatchCounts:
-    """How many lines were answered, and how many of them with an error."""
+    """How many lines were answered, how many of them with an error.
+
+    ``unnamed``: those without a ``custom_id``, so that nothing tells which request has the error.
+    """
 
     answered: int = 0
     failed: int = 0
+    unnamed: int = 0
 
 
 async def run_batch(
@@ -87,6 +91,7 @@ async def answer_lines(
         answers.write(json.dumps(result).encode() + b"\n")
         answers.flush()
         counts.answered += 1
+        counts.unnamed += result["custom_id"] is None
         counts.failed += result["error"] is not None or result["response"]["status_code"] != 200
 
     async with app.router.lifespan_context(app):

@@ -32,7 +32,8 @@ class AnswerPlan:
     ``tools``, ``reasoning``: the parsers, None for none. ``is_open``: see `ReasoningParser`.
     ``form``: what the engine forces the answer to be; None for any text. ``has_special_markers``:
     what the parsers look for are special tokens, so those must be in the text. ``stop_token_ids``:
-    tokens that end an answer, besides those that the model's files name.
+    tokens that end an answer, besides those that the model's files name. ``has_named_tool``: the
+    client named the tool that is called.
     """
 
     tools: type[ToolParser] | None = None
@@ -44,6 +45,7 @@ class AnswerPlan:
     shows_reasoning: bool = True
     has_special_markers: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    has_named_tool: bool = False
 
     @property
     def is_parsed(self) -> bool:
@@ -132,6 +134,7 @@ class AnswerPlanner:
             shows_reasoning=request.include_reasoning is not False,
             has_special_markers=is_parsed and bool(self._special),
             stop_token_ids=self._stop_token_ids,
+            has_named_tool=choice.name is not None,
         )
         if choice.mode == "none":
             return self._with_form_after_reasoning(plan, request)

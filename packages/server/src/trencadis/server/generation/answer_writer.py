@@ -83,6 +83,7 @@ class AnswerWriter:
         self._parser = plan.new_parser()
         self._new_call_id = (plan.tools or ToolParser).new_call_id
         self._shows_reasoning = plan.shows_reasoning
+        self._has_named_tool = plan.has_named_tool
         self._has_calls = False
 
     def add(self, text: str, *, is_last: bool) -> AnswerText:
@@ -96,8 +97,12 @@ class AnswerWriter:
         return new
 
     def finish_reason(self, reason: FinishReason | None) -> ChatFinishReason | None:
-        """``tool_calls`` for an answer with calls that was not cut."""
-        return "tool_calls" if reason == "stop" and self._has_calls else reason
+        """``tool_calls`` for an answer that was not cut and whose calls the model chose.
+
+        As of OpenAI and vLLM, the call of a tool that the client named ends with ``stop``.
+        """
+        chose_calls = self._has_calls and not self._has_named_tool
+        return "tool_calls" if reason == "stop" and chose_calls else reason
 
     def _add_event(self, event: Event, new: AnswerText) -> None:
         if isinstance(event, Content):

@@ -44,11 +44,13 @@ _FIELDS_OF_ALL_PAIRS = ("instruction", "chat_template_kwargs", "truncate_prompt_
 class Prompt:
     """Token ids of a prompt. ``echo`` is the text that each choice repeats before its output.
 
+    ``echo_has_special``: special tokens of the prompt have their text in it.
     ``answer`` says how the answers to a conversation are read.
     """
 
     token_ids: Sequence[int]
     echo: str = ""
+    echo_has_special: bool = False
     answer: AnswerPlan | None = None
 
 
@@ -151,7 +153,9 @@ class PromptEncoder:
                 return Prompt(token_ids, prompt if request.echo else "")
             token_ids = request.truncated(prompt, limit)
             _check(token_ids, "prompt", model)  # decode may fail on ids outside the vocabulary
-            return Prompt(token_ids, tokenizer.decode(prompt) if request.echo else "")
+            # as in vLLM with special tokens: the client sent each of these
+            echo = tokenizer.decode(prompt, skip_special_tokens=False) if request.echo else ""
+            return Prompt(token_ids, echo, echo_has_special=True)
 
         limit = model.max_model_len
         lengths = [len(prompt) for prompt in request.prompt if isinstance(prompt, str)]
@@ -441,12 +445,21 @@ def max_output_tokens(
     if requested is not None and requested > max_model_len:
         raise ApiError(
             400,
-            f"{field} {requested} exceeds this model's context of {max_model_len} tokens: ask for "
-            f"at most {available} after a prompt of {len(prompt.token_ids)}, or for none",
+            f"{field} is {requested}, but this model's maximum context length is {max_model_len} "
+            f"tokens: ask for at most {available} after a prompt of {len(prompt.token_ids)}, or "
+            "for none",
             param=field,
             code="context_length_exceeded",
         )
     return available if wanted is None else min(wanted, available)
+
+
+def _too_long(limit: int) -> str:
+    """The words of OpenAI, by which clients such as litellm know what is wrong, and of vLLM."""
+    return (
+        f"this model's maximum context length is {limit} tokens. Please reduce the length of the "
+        "input prompt."
+    )
 
 
 def _check_length(length: int, field: str, model: ServedModel) -> None:
@@ -458,8 +471,7 @@ def _check_length(length: int, field: str, model: ServedModel) -> None:
     if model.tokenizer.min_num_tokens(length) > limit - _num_output_tokens(model):
         raise ApiError(
             400,
-            f"{field} has {length} characters, more than this model's context of {limit} "
-            "tokens can hold: shorten it",
+            f"{field} has {length} characters, too many for its context: {_too_long(limit)}",
             param=field,
             code="context_length_exceeded",
         )
@@ -474,12 +486,10 @@ def _check(token_ids: Sequence[int], field: str, model: ServedModel) -> None:
         raise InvalidRequest(f"{field} holds no token: give it some text", field)
     limit, num_output_tokens = model.max_model_len, _num_output_tokens(model)
     if len(token_ids) > limit - num_output_tokens:
-        leaves = "which leaves none of" if num_output_tokens else "more than"
-        purpose = " for an answer" if num_output_tokens else ""
+        rest = ", which leaves none for an answer" if num_output_tokens else ""
         raise ApiError(
             400,
-            f"{field} has {len(token_ids)} tokens, {leaves} this model's context of {limit} "
-            f"tokens{purpose}: shorten it",
+            f"{field} has {len(token_ids)} tokens{rest}: {_too_long(limit)}",
             param=field,
             code="context_length_exceeded",
         )

@@ -78,7 +78,7 @@ class CompletionWriter(ChunkWriter[Completion]):
         if delta.delta.prompt_logprobs is not None:
             self._prompt_logprobs[delta.prompt] = delta.delta.prompt_logprobs
         if delta.choice not in self._text_offsets:
-            self._text_offsets[delta.choice] = self._text_offset()
+            self._text_offsets[delta.choice] = self._text_offset(self.prompts[delta.prompt])
             text = self.prompts[delta.prompt].echo + text
             prompt = self._prompt_logprobs.get(delta.prompt, ())
             is_first = True
@@ -101,7 +101,7 @@ class CompletionWriter(ChunkWriter[Completion]):
                 self.tokenizer, choice.prompt_logprobs, self.request.prompt_logprobs
             )
         logprobs = self._logprobs(
-            prompt, choice.prompt_logprobs, choice.logprobs, self._text_offset()
+            prompt, choice.prompt_logprobs, choice.logprobs, self._text_offset(prompt)
         )
         return CompletionChoice(
             index=index,
@@ -132,8 +132,13 @@ class CompletionWriter(ChunkWriter[Completion]):
             **vllm_fields,
         )
 
-    def _text_offset(self) -> TextOffset:
-        return TextOffset(self.tokenizer, self.request.skip_special_tokens is not False)
+    def _text_offset(self, prompt: Prompt) -> TextOffset:
+        has_special = self.request.echoes and prompt.echo_has_special
+        return TextOffset(
+            self.tokenizer,
+            self.request.skip_special_tokens is not False,
+            len(prompt.token_ids) if has_special else 0,
+        )
 
     def _logprobs(
         self,
