@@ -359,6 +359,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"answer_plan", "choice_stream", "response_store"},
         {"answer_blocks", "answer_writer", "embedding_run", "served_model"},
         {"prompts"},
+        {"reasoning_usage"},
     ],
     "server.http": [
         {"api_keys", "json_decoder", "multipart", "paths"},

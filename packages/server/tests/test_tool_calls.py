@@ -142,6 +142,21 @@ async def test_reasoning_can_be_left_out_and_is_counted(official, engine):
     assert message.content == "Yes"
     assert message.reasoning is None
     assert answer.usage.completion_tokens == len(engine.script)
+    # without the marker that ends it, which no more reasoning follows
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len("<think>Hm")
+
+
+async def test_the_reasoning_of_each_answer_of_a_stream_is_counted(official, engine):
+    engine.script = ["<think>", "Hm", "</think>", "Yes"]
+    stream = await official.chat.completions.create(
+        model="stand-in",
+        messages=MESSAGES,
+        n=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    usage = [chunk.usage async for chunk in stream][-1]
+    assert usage.completion_tokens_details.reasoning_tokens == 2 * 2
 
 
 async def test_log_probabilities_cover_the_tokens_of_calls(official, engine):

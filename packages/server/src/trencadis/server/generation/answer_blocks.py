@@ -11,11 +11,8 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-from trencadis.engine import CompletionDelta
 from trencadis.server.generation.answer_plan import AnswerPlan
-from trencadis.server.generation.choice_stream import Usage
 from trencadis.server.parsers.events import CallBegin, Content, Event, Reasoning
-from trencadis.server.parsers.reasoning_parsers import ReasoningParser
 from trencadis.server.parsers.tool_parser import ToolParser
 
 BlockKind = Literal["reasoning", "text", "call"]
@@ -122,33 +119,3 @@ class AnswerBlocks:
         if self._is_open:
             self._is_open = False
             changes.append(BlockEnd(self.blocks[-1]))
-
-
-@attrs.define
-class ReasoningUsage(Usage):
-    """Token counts of a request with one answer, and how many of its tokens are reasoning.
-
-    ``reasoning``: the parser of the answer's reasoning; None for none. Its markers count too.
-    """
-
-    reasoning: ReasoningParser | None = None
-    reasoning_tokens: int = 0
-    _undecided: int = 0
-
-    @classmethod
-    def of(cls, plan: AnswerPlan, prompt_tokens: int) -> ReasoningUsage:
-        """The counts of an answer with this plan, before it begins."""
-        reasoning = None if plan.reasoning is None else plan.reasoning(plan.is_open)
-        return cls(prompt_tokens, reasoning=reasoning)
-
-    def add(self, prompt: int, delta: CompletionDelta) -> None:
-        super().add(prompt, delta)
-        if self.reasoning is None:
-            return
-        self._undecided += len(delta.token_ids)
-        for event in self.reasoning.push(delta.text):
-            if not isinstance(event, Reasoning):
-                self.reasoning = None  # the rest of the answer is none
-                return
-            self.reasoning_tokens += self._undecided
-            self._undecided = 0

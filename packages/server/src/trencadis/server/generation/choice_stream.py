@@ -61,10 +61,10 @@ class Usage:
     completion_tokens: int = 0
     cached: dict[int, int] = attrs.field(factory=dict)
 
-    def add(self, prompt: int, delta: CompletionDelta) -> None:
-        """Add a delta of a choice for prompt number ``prompt``."""
-        self.completion_tokens += len(delta.token_ids)
-        self.cached[prompt] = delta.num_cached_tokens
+    def add(self, item: ChoiceDelta) -> None:
+        """Add a delta of a choice."""
+        self.completion_tokens += len(item.delta.token_ids)
+        self.cached[item.prompt] = item.delta.num_cached_tokens
 
     def so_far(self) -> CompletionUsage:
         """The current counts, as the OpenAI API reports them."""
@@ -166,7 +166,7 @@ async def collect(stream: ChoiceStream, num_choices: int, usage: Usage) -> list[
     prompts: dict[int, PromptPositions] = {}
     async with aclosing(stream):
         async for item in stream:
-            usage.add(item.prompt, item.delta)
+            usage.add(item)
             choice, delta = choices[item.choice], item.delta
             texts[item.choice].append(delta.text)
             choice.token_ids.extend(delta.token_ids)

@@ -29,7 +29,7 @@ _OPENERS = {"[": "]", "(": ")", "{": "}"}
 def pass_literal(reader: TextReader, out: Callable[[str], None], depth: int = 0) -> Reading[bool]:
     """Read a Python literal, and pass it on to ``out`` as JSON, bit by bit.
 
-    False for what is none. What was read until then is passed on; of a name or a number, as it is.
+    False for what is none. What was read until then is passed on; a name or a number unchanged.
     """
     yield from reader.skip()
     character = yield from reader.peek()

@@ -21,6 +21,7 @@ from trencadis.server.generation.answer_plan import AnswerPlan
 from trencadis.server.generation.answer_writer import AnswerText, AnswerWriter, ChatFinishReason
 from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice, stop_fields
 from trencadis.server.generation.prompts import Prompt
+from trencadis.server.generation.reasoning_usage import ReasoningUsage
 from trencadis.server.generation.served_model import ServedModel
 from trencadis.server.http.json_body import Checked
 from trencadis.server.routes.context import ServingContext
@@ -95,6 +96,7 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
         name: str | None = None,
     ) -> None:
         super().__init__(model, request, prompts, name)
+        self.usage = ReasoningUsage.of(prompts)
         if request.service_tier is not None:
             self.header["service_tier"] = "default"  # the one that served the request
         # The tokens of a reasoning that the client does not want would tell it.

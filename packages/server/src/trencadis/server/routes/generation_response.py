@@ -162,7 +162,7 @@ class ChunkWriter(ResponseWriter, Generic[ChunkT]):
             self.usage.cached[delta.prompt] = delta.delta.num_cached_tokens
             for choice in self.opening(delta):
                 yield self._chunk(choice)
-            self.usage.add(delta.prompt, delta.delta)
+            self.usage.add(delta)
             for choice in self.new_choices(delta):
                 yield self._chunk(choice)
         if self.request.usage_at_end:

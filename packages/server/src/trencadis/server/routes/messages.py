@@ -32,11 +32,11 @@ from trencadis.server.generation.answer_blocks import (
     BlockBegin,
     BlockChange,
     BlockText,
-    ReasoningUsage,
 )
 from trencadis.server.generation.answer_plan import AnswerPlan
 from trencadis.server.generation.choice_stream import ChoiceStream, FinishedChoice, FinishReason
 from trencadis.server.generation.prompts import Prompt
+from trencadis.server.generation.reasoning_usage import ReasoningUsage
 from trencadis.server.generation.served_model import ServedModel
 from trencadis.server.http.cancelled_requests import unless_disconnected
 from trencadis.server.http.json_body import Checked
@@ -102,7 +102,7 @@ class MessagesWriter(ResponseWriter):
     ) -> None:
         super().__init__(model, request, prompts, name)
         plan = prompts[0].answer or AnswerPlan()
-        self.usage: ReasoningUsage = ReasoningUsage.of(plan, self.usage.prompt_tokens)
+        self.usage: ReasoningUsage = ReasoningUsage.of(prompts)
         self._answer = AnswerBlocks(plan)
         self._has_started = False
 
@@ -121,7 +121,7 @@ class MessagesWriter(ResponseWriter):
                 message = self._message([], {"stop_reason": None, "stop_sequence": None})
                 yield event("message_start", message=message.model_dump())
                 yield event("ping")
-            self.usage.add(item.prompt, item.delta)
+            self.usage.add(item)
             reason = item.finish_reason
             for change in self._answer.add(item.delta.text, is_last=reason is not None):
                 for text in _change(change):

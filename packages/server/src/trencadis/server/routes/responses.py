@@ -38,11 +38,11 @@ from trencadis.server.generation.answer_blocks import (
     BlockBegin,
     BlockChange,
     BlockText,
-    ReasoningUsage,
 )
 from trencadis.server.generation.answer_plan import AnswerPlan
 from trencadis.server.generation.choice_stream import ChoiceStream, FinishedChoice, FinishReason
 from trencadis.server.generation.prompts import Prompt
+from trencadis.server.generation.reasoning_usage import ReasoningUsage
 from trencadis.server.generation.served_model import ServedModel
 from trencadis.server.http.api_keys import key_name
 from trencadis.server.http.json_body import Checked
@@ -145,7 +145,7 @@ class ResponsesWriter(ResponseWriter):
         self._chat = request
         self._params = request.sampling_params(None, model.default_sampling)
         plan = prompts[0].answer or AnswerPlan()
-        self.usage: ReasoningUsage = ReasoningUsage.of(plan, self.usage.prompt_tokens)
+        self.usage: ReasoningUsage = ReasoningUsage.of(prompts)
         self._plan = plan
         self._answer = AnswerBlocks(plan)
         self._num_events = 0
@@ -163,7 +163,7 @@ class ResponsesWriter(ResponseWriter):
 
     async def events(self, deltas: ChoiceStream) -> AsyncGenerator[str, None]:
         async for item in deltas:
-            self.usage.add(item.prompt, item.delta)
+            self.usage.add(item)
             if not self._num_events:
                 for kind in ("created", "in_progress"):
                     yield self._event(f"response.{kind}", response=self._response("in_progress"))
