@@ -96,6 +96,26 @@ def test_they_are_those_of_transformers(
     check(of_text, reference(of_text.prompt_token_ids), 0)
 
 
+@pytest.mark.parametrize(
+    ("bucketing", "chunks"),
+    [(None, [21, 21, 18]), (BucketingConfig(), [32, 28])],
+    ids=["ragged", "padded"],
+)
+def test_a_step_computes_fewer_tokens_of_a_scored_prompt_unless_it_would_pad_them(
+    tiny_model: Path, bucketing: BucketingConfig | None, chunks: list[int]
+) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), bucketing=bucketing, **SMALL))
+    prompt = tuple(prompts([60])[0])
+    core.add("scored", GenerateRequest(prompt, ASKED))
+    counts = []
+    while core.has_work:
+        before = core.stats.num_prefill_tokens
+        core.step()
+        counts.append(core.stats.num_prefill_tokens - before)
+    assert counts[: len(chunks)] == chunks
+    core.close()
+
+
 def test_cached_blocks_are_computed_again_and_stay_cached(tiny_model: Path) -> None:
     llm = LLM(tiny_model, **SMALL)
     (prompt,) = prompts([65])

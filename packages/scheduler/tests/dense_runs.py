@@ -213,6 +213,7 @@ class Parameters:
             min_tokens=rng.choice((0, 0, 2)),
             stop_token_ids=frozenset(rng.choice(((), (), (), (STOP,)))),
             priority=priority,
+            prompt_token_cost=(1.0, 1.0, 1.5, 40.0)[len(prompt) % 4],
             **fields,
         )
 

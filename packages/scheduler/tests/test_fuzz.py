@@ -117,6 +117,7 @@ REQUEST = {
     "priority": "count",
     "extra_keys": "extra_keys",
     "client": "client",
+    "prompt_token_cost": "seconds",
 }
 BEAM_SEARCH = {"width": "num_seqs", "length_penalty": "seconds", "early_stopping": "flag"}
 CONFIG = {

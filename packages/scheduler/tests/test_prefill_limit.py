@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_orders import Bench
 
-from trencadis.scheduler import BatchControl, ConfigError, SchedulerConfig, SchedulerOutput
+from trencadis.scheduler import (
+    BatchControl,
+    ConfigError,
+    SchedulerConfig,
+    SchedulerOutput,
+    UnservableRequest,
+)
 from trencadis.scheduler.thermal import NoThermalPolicy, SchedulerView
 
 
@@ -41,6 +47,52 @@ def test_a_step_computes_no_more_prompt_tokens_than_the_limit() -> None:
         steps.append(prefilled(output))
     assert max(steps) == 10
     assert steps[:7] == [10] * 7, "the limit is used while there are prompts"
+
+
+def test_a_prompt_whose_tokens_cost_more_gets_fewer_of_a_step() -> None:
+    bench = Bench.of(max_num_batched_tokens=31)
+    bench.add("decoding", 4)
+    bench.steps(1)
+    bench.add("costly", 45, prompt_token_cost=1.5)
+    bench.add("plain", 30)
+    # A decode takes 1 of 31 tokens; 20 tokens of the costly prompt take the others.
+    chunks = [[len(chunk.token_ids) for chunk in bench.runner.step()[0].prompts] for _ in range(3)]
+    assert chunks == [[20], [20], [5, 22]]
+
+
+@pytest.mark.parametrize("cost", [0.5, 0, math.nan, math.inf, "2"])
+def test_a_cost_that_is_none_is_rejected(cost: Any) -> None:
+    with pytest.raises(UnservableRequest, match="prompt_token_cost"):
+        Bench.of().add("name", prompt_token_cost=cost)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(1, 40), st.sampled_from([1.0, 1.1, 2.5, 100.0])), min_size=1
+    ),
+    budget=st.integers(1, 40),
+)
+def test_whatever_tokens_cost_steps_keep_their_budget_and_every_prompt_finishes(
+    prompts: list[tuple[int, float]], budget: int
+) -> None:
+    prompts = prompts[:8]
+    bench = Bench.of(max_num_batched_tokens=budget, max_num_seqs=min(8, budget))
+    for name, (length, cost) in enumerate(prompts):
+        bench.add(str(name), length, max_tokens=3, prompt_token_cost=cost)
+    costs = {
+        sequence.seq_id: group.request.prompt_token_cost
+        for group in bench.scheduler._states.groups.values()
+        for sequence in group.unfinished_seqs
+    }
+    for _ in range(sum(length for length, _ in prompts) + 3 * len(prompts)):
+        if not bench.scheduler.has_work:
+            break
+        output, _ = bench.runner.step()
+        taken = [len(chunk.token_ids) * costs[chunk.seq_id] for chunk in output.prompts]
+        assert output.prompts or output.decodes
+        assert len(output.decodes) + sum(taken) <= budget or prefilled(output) == 1
+    assert not bench.scheduler.has_work
 
 
 def test_decodes_run_beside_a_prompt_that_the_limit_slows_down() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import abc
 from typing import NamedTuple
 
@@ -196,8 +197,20 @@ class SchedulingStep:
             for sequence in group.allocated_seqs:
                 num_tokens = sequence.num_slots - sequence.num_computed_tokens
                 if num_tokens > 1 and sequence.is_in_prefill:
-                    longest = min(self._longest_chunk(num_tokens), self.prefill_budget)
-                    self.prefill_budget -= self._schedule_tokens(sequence, longest)
+                    self._schedule_chunk(sequence, num_tokens)
+
+    def _schedule_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        longest = min(self._longest_chunk(num_tokens), self.prefill_budget)
+        cost = sequence.group.request.prompt_token_cost
+        if cost == 1.0:
+            self.prefill_budget -= self._schedule_tokens(sequence, longest)
+            return
+        budget = min(self.prefill_budget, self.token_budget)
+        # One token at least, so that a budget below its cost does not keep it for ever.
+        num_scheduled = self._schedule_tokens(sequence, min(longest, max(1, int(budget / cost))))
+        further = math.ceil(num_scheduled * (cost - 1.0))
+        self.prefill_budget = max(0, self.prefill_budget - num_scheduled - further)
+        self.token_budget = max(0, self.token_budget - further)
 
     def _schedule_forced(self, sequences: abc.Sequence[Sequence]) -> None:
         """Schedule tokens that were forced.

@@ -62,6 +62,8 @@ class Request:
     ``extra_keys`` (adapter id, cache salt): prompts share cached prefixes only if these are equal.
     Without ``reads_prefix_cache`` every token of the prompt is computed, also one that is cached,
     for a host that needs what the model computes from each.
+    ``prompt_token_cost``: what a token of a prefill chunk takes of the step's token budget, for a
+    host that computes more from it than its keys and values, as a step should not last longer.
     Raises `UnservableRequest`.
     """
 
@@ -83,6 +85,9 @@ class Request:
     )
     reads_prefix_cache: bool = attrs.field(
         default=True, validator=instance_of(bool, error=UnservableRequest)
+    )
+    prompt_token_cost: float = attrs.field(
+        default=1.0, validator=number(1.0, error=UnservableRequest)
     )
     client: str = attrs.field(default="", validator=instance_of(str, error=UnservableRequest))
     adapter: str = attrs.field(default="", validator=instance_of(str, error=UnservableRequest))

@@ -189,7 +189,8 @@ class EngineCore:
         tokenizer = functools.partial(saved_tokenizer_json, self.spec.source)
         self._grammars = GrammarCompiler(tokenizer, self.spec.vocab_size, eos_token_ids)
         self.requests = RequestTable(
-            self.scheduler, eos_token_ids, rng, self._grammars, config.kv_cache_dtype
+            *(self.scheduler, eos_token_ids, rng, self._grammars, config.kv_cache_dtype),
+            scored_token_cost=facts.scored_token_cost,
         )
         self._sampling = StepSampling(self.requests, self.scheduler, eos_token_ids, self._grammars)
         self._slots = AdapterSlots(config.max_loras)

@@ -122,7 +122,7 @@ class RequestTable:
     ``rng`` gives a seed to each sample whose request has none. ``samples``, by sequence id, and
     ``beam_searches``, by key, are those that have not ended, ``compiling``, by key, those that wait
     for their grammars, ``scored``, by key, those whose prompts are being scored; nothing but the
-    table changes them.
+    table changes them. ``scored_token_cost``: see `ModelFacts`.
     """
 
     def __init__(
@@ -132,6 +132,8 @@ class RequestTable:
         rng: random.Random,
         grammars: GrammarCompiler,
         kv_cache_dtype: str = "auto",
+        *,
+        scored_token_cost: float = 1.0,
     ) -> None:
         self.samples: dict[int, Sample] = {}
         self.beam_searches: dict[str, Entry] = {}
@@ -144,6 +146,7 @@ class RequestTable:
         self._rng = rng
         self._grammars = grammars
         self._kv_cache_dtype = kv_cache_dtype
+        self._scored_token_cost = scored_token_cost
         self.compiling: dict[str, _Compiling] = {}
         self._entries: dict[str, Entry] = {}
         self._last_params = SamplingParams()
@@ -257,7 +260,7 @@ class RequestTable:
         try:
             for group in _scheduler_requests(
                 *(entry.key, request, eos, max_model_len, running_limit),
-                *(adapter, self._kv_cache_dtype),
+                *(adapter, self._kv_cache_dtype, self._scored_token_cost),
             ):
                 added = self._scheduler.add(group, is_resumed=request.is_resumed)
                 entry.groups.append(added.group)
@@ -448,6 +451,7 @@ def _scheduler_requests(
     running_limit: int,
     adapter: str,
     kv_cache_dtype: str,
+    scored_token_cost: float,
 ) -> list[Request]:
     """The scheduler's requests, each of which becomes a group; the first one's id is ``key``.
 
@@ -479,6 +483,7 @@ def _scheduler_requests(
         priority=request.priority,
         extra_keys=_extra_keys(request, adapter, kv_cache_dtype),
         reads_prefix_cache=not _scores_prompt(request),
+        prompt_token_cost=scored_token_cost if _scores_prompt(request) else 1.0,
         client=request.client,
         adapter=adapter,
     )
@@ -522,6 +527,7 @@ def _split_samples(request: Request, max_group_size: int) -> list[Request]:
             n=min(max_group_size, request.n - start),
             best_of=None,
             reads_prefix_cache=request.reads_prefix_cache or start > 0,
+            prompt_token_cost=1.0 if start else request.prompt_token_cost,
         )
         for start in starts
     ]

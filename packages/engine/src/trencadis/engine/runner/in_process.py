@@ -18,6 +18,7 @@ from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.runner.adapter_store import AdapterReader, AdapterStore, LoadedAdapter
 from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
 from trencadis.engine.runner.kept_programs import ProgramStore
+from trencadis.engine.runner.prompt_scorer import SCORED_TOKEN_COST
 from trencadis.engine.runner.shared_blocks import StagingFiles
 from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.runner.worker import Worker
@@ -298,6 +299,8 @@ class InProcessExecutor:
             dtype=str(worker.dtype).removeprefix("torch."),
             num_buckets=grids.num_buckets if grids else 0,
             embedding_size=worker.embedding_size,
+            # A shorter chunk would be padded to the same bucket.
+            scored_token_cost=1.0 if grids and not grids.ragged else SCORED_TOKEN_COST,
             num_state_slots=0 if states is None else states.num_slots,
             num_host_state_slots=0 if states is None else states.num_host_slots,
             state_bytes=worker.state_bytes,
