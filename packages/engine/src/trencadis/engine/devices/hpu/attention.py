@@ -117,7 +117,6 @@ class RowAttention:
     as_operator = False
     scores_shared = True
     reads_groups = False
-    reads_groups = False
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self.kernels = kernels or Kernels()
