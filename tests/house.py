@@ -84,7 +84,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "kvcache": [
         {"block_key", "errors", "lru_bytes", "rounding", "tier"},
         {"cache_events", "copy_plan", "disk_tier", "host_tier", "testing", "validators"},
-        {"config", "copiers", "state_slots"},
+        {"config", "copiers", "state_slots", "state_snapshots"},
         {"layer_groups", "prefix_cache", "state_cache"},
         {"block_pool", "decode_layout", "tensors"},
         {"sequences"},
@@ -110,6 +110,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"config", "fair_share", "request", "telemetry"},
         {"beams"},
         {"group"},
+        {"snapshot_points"},
         {"group_blocks", "group_states", "output", "thermal"},
         {"preemption_costs", "step_results"},
         {"admission"},

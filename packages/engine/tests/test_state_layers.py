@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from model_families import save_family
-from request_mix import GREEDY, WAYS, serve
+from request_mix import GREEDY, WAYS, finish, serve
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -546,11 +546,104 @@ def test_swapped_states_that_the_host_has_no_memory_for_are_rejected(
         make_core(hybrid, max_num_seqs=99, num_host_blocks=1)
 
 
-def test_prefixes_are_not_cached_and_a_line_says_so(
-    hybrid: Path, caplog: pytest.LogCaptureFixture
+def with_common_beginnings() -> list[tuple[int, ...]]:
+    """Prompts of two long beginnings, which end in a block or with one; some come again."""
+    rng = random.Random(4)
+    first, other = ([rng.randrange(250) for _ in range(42)] for _ in range(2))
+    ends = [[rng.randrange(250) for _ in range(length)] for length in (1, 6, 14, 30, 38)]
+    found = [(*begin, *end) for end in ends for begin in (first, other, first[:37])]
+    return found[:9] + found + found[:3]
+
+
+def served(core: EngineCore, ways: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is reported of prompts with common beginnings, some of which come while others run."""
+    early: list[Any] = []
+    for number, prompt in enumerate(with_common_beginnings()):
+        params = SamplingParams(**ways[number % len(ways)])
+        core.add(f"{number}", GenerateRequest(prompt, params))
+        if number % 9 == 8:
+            early += core.step()
+    found = finish(core)
+    for token in reversed(early):
+        found.setdefault(token.key, []).insert(0, token)
+    return by_sample(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "pressures"),
+    [
+        (HYBRID, ({"async_scheduling": True},)),
+        *(
+            pytest.param(name, ({}, *PRESSURES, SCARCE), marks=pytest.mark.slow)
+            for name in (*FAMILIES, *OTHER_FAMILIES)
+            if name not in ("Jamba", "Mamba")
+        ),
+    ],
+)
+@host_rows
+def test_prefix_hits_begin_with_the_state_of_their_tokens(
+    checkpoint: Callable[[str], Path], family: str, pressures: Sequence[dict[str, Any]]
 ) -> None:
+    model = checkpoint(family)
+    ways = [GREEDY, *WAYS["greedy"], *WAYS["seeds"][:1], *WAYS["samples"], *WAYS["beams"]]
+    expected = served(make_core(model, enable_prefix_caching=False), ways)
+    for changes in pressures:
+        core = make_core(model, **changes)
+        if changes in PRESSURES:
+            core = evicting(core)
+        assert served(core, ways) == expected, changes
+        stats = core.stats
+        assert stats.num_prefix_hit_tokens > stats.num_prefix_query_tokens / 4
+        assert stats.num_used_blocks == 0
+        assert bool(stats.num_preemptions) == (changes in (*PRESSURES, SCARCE))
+        hits = stats.num_prefix_hit_tokens
+        assert served(core, ways) == expected
+        assert core.stats.num_prefix_hit_tokens > hits
+
+
+@host_rows
+def test_hits_are_those_of_a_salt_and_not_of_a_model_that_has_slept(hybrid: Path) -> None:
+    core = make_core(hybrid)
+    prompt = with_common_beginnings()[0]
+
+    def num_hits(salt: str | None = None) -> int:
+        before = core.stats.num_prefix_hit_tokens
+        core.add("0", GenerateRequest(prompt, PLAIN, cache_salt=salt))
+        finish(core)
+        return core.stats.num_prefix_hit_tokens - before
+
+    assert [num_hits() for _ in range(2)] == [0, 40]
+    assert [num_hits(salt) for salt in "abba"] == [0, 0, 40, 40]
+    switcher = ModelSwitcher(core)
+    for level in (1, 2):
+        switcher.sleep(level)
+        switcher.wake_up()
+        assert [num_hits() for _ in range(2)] == [0, 40]
+
+
+@host_rows
+def test_states_of_prefixes_have_a_part_of_the_memory_of_the_cache(hybrid: Path) -> None:
+    ample = make_core(hybrid, num_blocks=None)
+    of_state, of_block = ample.facts.state_bytes, ample.facts.block_bytes
+    assert ample.facts.num_state_snapshots == 2 * SMALL["max_num_seqs"]
+    memory = 20 * of_state
+    core = make_core(hybrid, num_blocks=None, kv_cache_memory=memory, max_num_seqs=99)
+    assert core.facts.num_state_snapshots == 5
+    assert core.facts.limits.num_blocks == 15 * of_state // of_block
+    # One sequence of max_model_len precedes.
+    scarce = make_core(hybrid, num_blocks=None, kv_cache_memory=17 * of_block + of_state)
+    assert (scarce.facts.num_state_snapshots, scarce.facts.limits.num_blocks) == (1, 17)
+    none = make_core(hybrid, num_blocks=None, kv_cache_memory=17 * of_block)
+    assert (none.facts.num_state_snapshots, none.facts.limits.num_blocks) == (0, 17)
+
+
+@pytest.mark.parametrize("family", [HYBRID] if SESSION_DEVICE else ["Jamba"])
+def test_prefixes_are_not_cached_where_that_does_not_pay_and_a_line_says_so(
+    checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture, family: str
+) -> None:
+    """The rest of a prompt of Mamba 1 would be computed token by token."""
     caplog.set_level(logging.INFO, "trencadis.engine")
-    core = make_core(hybrid, enable_prefix_caching=True)
+    core = make_core(checkpoint(family), enable_prefix_caching=True)
     assert "Prefixes are not cached: the layers of" in caplog.text
     assert "Layers that keep a state: " in caplog.text
     prompt = tuple(range(60))

@@ -178,3 +178,5 @@ def test_parts_have_the_dtype_of_the_model_unless_they_name_one() -> None:
         cache.part(2, SUMS)
     with pytest.raises(InvalidSetting, match="num_slots"):
         make_cache(0)
+    with pytest.raises(InvalidSetting, match="num_snapshots 1 needs slots of one place"):
+        StateCache(layers=LAYERS, num_slots=2, dtype=torch.half, num_snapshots=1, is_double=True)

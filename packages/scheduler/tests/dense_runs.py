@@ -54,6 +54,7 @@ from trencadis.kvcache import (
     DefragConfig,
     Defragmenter,
     StateSlots,
+    StateSnapshots,
 )
 from trencadis.scheduler import (
     BatchControl,
@@ -131,6 +132,7 @@ class Parameters:
     max_steps_in_flight: int
     wait_rate: float
     keeps_states: bool
+    num_snapshots: int
 
     @classmethod
     def draw(cls, rng: random.Random) -> Parameters:
@@ -173,6 +175,7 @@ class Parameters:
             max_steps_in_flight=rng.choice((1, 2, 2)),
             wait_rate=rng.choice((0.0, 0.0, 0.2)),
             keeps_states=rng.random() < 0.25,
+            num_snapshots=rng.choice((0, 1, 2, 6)),
         )
 
     @property
@@ -286,15 +289,20 @@ class DenseRun:
             rate = given.copies_per_step / given.step_s
             governor = BandwidthGovernor(1, rate, 1.01 * given.step_s)
         self.is_limited = governor is not None
+        snapshots = None
+        if given.keeps_states and given.num_snapshots:
+            snapshots = StateSnapshots(1 + given.max_num_seqs, given.num_snapshots)
+        caches = not given.keeps_states or snapshots is not None
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=given.num_blocks,
                 block_size=given.block_size,
                 num_host_blocks=given.num_host_blocks,
                 watermark=given.watermark,
-                enable_prefix_caching=given.prefix_caching and not given.keeps_states,
+                enable_prefix_caching=given.prefix_caching and caches,
             ),
             governor=governor,
+            snapshots=snapshots,
         )
         self.state_slots = None
         if given.keeps_states:
@@ -402,6 +410,9 @@ class DenseRun:
         assert blocks.host_pool.num_free_blocks == blocks.config.num_host_blocks
         if self.state_slots is not None:
             assert self.state_slots.num_free == given.max_num_seqs
+            snapshots = blocks.snapshots
+            assert snapshots is None or not snapshots._reserved
+            assert snapshots is None or len(snapshots) + len(snapshots._free) == given.num_snapshots
             assert self.state_slots.can_swap_out(range(self.state_slots.num_host_slots))
         assert not scheduler._states.sequences
         assert not scheduler._admission._num_free_at_refusal

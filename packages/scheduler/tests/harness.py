@@ -98,6 +98,7 @@ class Memory:
         }
         for direction, copies in output.state_moves or ():
             of_source, of_target = states[direction]
+            assert len({copy.dst for copy in copies}) == len(copies), "a slot is written once"
             found = [of_source[copy.src] for copy in copies]
             of_target.update(zip((copy.dst for copy in copies), found, strict=True))
 

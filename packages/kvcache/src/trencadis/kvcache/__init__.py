@@ -36,6 +36,7 @@ from trencadis.kvcache.manager import AllocStatus, BlockManager
 from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher, decode_extra_keys
 from trencadis.kvcache.rounding import ceil_div, num_passed_blocks
 from trencadis.kvcache.state_slots import PADDING_SLOT, StateSlots
+from trencadis.kvcache.state_snapshots import StateSnapshots
 from trencadis.kvcache.swapper import HostBlockPool
 from trencadis.kvcache.transfers import BandwidthGovernor
 
@@ -83,6 +84,7 @@ __all__ = [
     "PrefixKeys",
     "RequestHasher",
     "StateSlots",
+    "StateSnapshots",
     "SwapCopies",
     "TierCounters",
     "TierTransfers",

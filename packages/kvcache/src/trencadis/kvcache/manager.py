@@ -35,6 +35,7 @@ from trencadis.kvcache.sequences import (
     SequenceState,
     SequenceTable,
 )
+from trencadis.kvcache.state_snapshots import StateSnapshots
 from trencadis.kvcache.swapper import HostBlockPool, Swapper
 from trencadis.kvcache.transfers import TIME, BandwidthGovernor
 from trencadis.kvcache.validators import instance_of, integer
@@ -66,7 +67,8 @@ class BlockManager:
     ``pool`` and ``host_pool`` are for reading: the numbers of free and used blocks. ``hasher``
     computes the ``prefix_keys`` arguments. ``governor`` limits the bandwidth of swaps; without
     one all swap copies are due at once. ``recorder`` notes what the prefix cache gets and loses,
-    for tiers below it. Raises `InvalidSetting` for a hasher of another block size.
+    for tiers below it. ``snapshots``: those of a model with layers that keep a state; a prefix hit
+    ends where there is one. Raises `InvalidSetting` for a hasher of another block size.
     To copy or pickle a manager raises `CannotCopy`: two would give away the same blocks.
     """
 
@@ -77,6 +79,7 @@ class BlockManager:
         hasher: RequestHasher | None = None,
         governor: BandwidthGovernor | None = None,
         recorder: CacheRecorder | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         instance_of(CacheConfig).checked("config", config)
         self.config = config
@@ -89,6 +92,9 @@ class BlockManager:
             )
         if governor is not None:
             instance_of(BandwidthGovernor).checked("governor", governor)
+        if snapshots is not None:
+            instance_of(StateSnapshots).checked("snapshots", snapshots)
+        self.snapshots = snapshots
         self._recorder = CacheRecorder() if config.record_events else None
         recorders = [each for each in (self._recorder, recorder) if each is not None]
         self.pool = BlockPool(config.num_blocks, config.decode_buckets, recorders)
@@ -109,6 +115,7 @@ class BlockManager:
             self.hasher,
             enabled=config.enable_prefix_caching,
             windows=config.windows,
+            snapshots=snapshots,
         )
         self._sequences = SequenceTable()
 
@@ -144,6 +151,39 @@ class BlockManager:
         """The number of slots of a sequence."""
         return len(self._sequences.find(seq_id).token_ids)
 
+    def snapshot_slot(self, seq_id: int) -> int | None:
+        """The slot of the state after the computed tokens of a sequence, if there is a snapshot.
+
+        After `allocate` that of the cached prefix, which is thereby the most recently used one.
+        """
+        sequence = self._sequences.find(seq_id)
+        num_tokens, keys = sequence.num_computed_tokens, sequence.keys
+        if self.snapshots is None or not keys or num_tokens != len(keys) * self._block_size:
+            return None
+        return self.snapshots.use(keys[-1])
+
+    def reserve_snapshot(self, seq_id: int, num_tokens: int) -> int | None:
+        """A slot for the state that a sequence on the device will have after ``num_tokens``.
+
+        The runtime copies the state to it after the forward pass that computes the last of these
+        tokens, and before the next one; `mark_computed` makes it a snapshot. None where no slot
+        is free, or the content of the sequence is not shared. Raises `InvalidSetting` without
+        ``snapshots``, and for tokens that are computed, have no slots, or end within a block.
+        """
+        sequence = self._sequences.resident(seq_id)
+        if self.snapshots is None:
+            raise InvalidSetting("the cache keeps no states: make it with snapshots", "snapshots")
+        first, last = sequence.num_computed_tokens + 1, len(sequence.token_ids)
+        num_tokens = _NUM_TOKENS.checked("num_tokens", num_tokens)
+        if not first <= num_tokens <= last or num_tokens % self._block_size:
+            raise InvalidSetting(
+                f"num_tokens must be whole blocks of {self._block_size}, and {first} to {last} of "
+                f"sequence {seq_id}, got {num_tokens}: reserve before the tokens are computed"
+            )
+        if sequence.keys is None:
+            return None
+        return self.snapshots.reserve(seq_id, num_tokens)
+
     def num_computed_tokens(self, seq_id: int) -> int:
         """The number of slots of a sequence that `mark_computed` has recorded."""
         return self._sequences.find(seq_id).num_computed_tokens
@@ -153,18 +193,25 @@ class BlockManager:
         return self._sequences.find(seq_id).is_resident
 
     def num_cached_prefix_blocks(
-        self, prefix_keys: PrefixKeys, *, num_tokens: int | None = None
+        self,
+        prefix_keys: PrefixKeys,
+        *,
+        num_tokens: int | None = None,
+        needs_snapshot: bool = True,
     ) -> int:
         """The number of leading full blocks of a request that are in the prefix cache.
 
         Those that no later token sees by `CacheConfig.windows` need not be there. With
         ``num_tokens``, the length of the prompt: those that `allocate` would share, which leaves at
-        least one token to compute. Raises `InvalidSetting` for a length below 0.
+        least one token to compute. Without ``needs_snapshot`` the state after them need not be
+        kept. Raises `InvalidSetting` for a length below 0.
         """
         num_blocks = len(PREFIX_KEYS.checked("prefix_keys", prefix_keys).blocks)
         if num_tokens is not None:
             num_tokens = _NUM_TOKENS.checked("num_tokens", num_tokens)
             num_blocks = min(num_blocks, max(0, num_tokens - 1) // self._block_size)
+        if not needs_snapshot:
+            return len(self._prefix_cache.hits_of_blocks(prefix_keys, num_blocks)[0])
         return len(self._prefix_cache.hits(prefix_keys, num_blocks)[0])
 
     def can_allocate(
@@ -285,9 +332,10 @@ class BlockManager:
     def mark_computed(self, seq_id: int, num_tokens: int) -> None:
         """Record that the first ``num_tokens`` slots of a sequence on the device are computed.
 
-        Full blocks among them enter the prefix cache. Those that no later token sees, by the window
-        of the configuration, are given back. A smaller number than before has no effect.
-        Raises `InvalidSetting` for more tokens than slots.
+        Full blocks among them enter the prefix cache, and the states that a snapshot was reserved
+        for. Blocks that no later token sees, by the window of the configuration, are given back.
+        A smaller number than before has no effect. Raises `InvalidSetting` for more tokens than
+        slots.
         """
         sequence = self._sequences.resident(seq_id)
         if type(num_tokens) is not int or num_tokens < 0:
@@ -305,6 +353,8 @@ class BlockManager:
             self._prefix_cache.cache_full_blocks(
                 keys, new_blocks, sequence.token_ids, sequence.extra
             )
+            if self.snapshots is not None:
+                self.snapshots.keep(seq_id, keys, self._block_size)
         sequence.num_computed_tokens = num_tokens
         if not self._holds_all:
             self._mark_in_groups(sequence, num_tokens)
@@ -442,6 +492,8 @@ class BlockManager:
         """Remove a sequence and release its blocks, on the device and on the host."""
         sequence = self._sequences.find(seq_id)
         del self._sequences[seq_id]
+        if self.snapshots is not None:
+            self.snapshots.release(seq_id)
         for group in sequence.groups:
             self._references.release_all(group)
         if not sequence.is_resident:
@@ -504,6 +556,8 @@ class BlockManager:
         shared with prompts that are allocated after the reset.
         """
         self.pool.reset_prefix_cache()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         self._swapper.reset_prefix_cache()
         for sequence in self._sequences.values():
             for group in sequence.groups:

@@ -23,6 +23,7 @@ from trencadis.kvcache.cache_events import CacheRecorder
 from trencadis.kvcache.config import PADDING_BLOCK
 from trencadis.kvcache.errors import InvalidSetting
 from trencadis.kvcache.rounding import num_passed_blocks
+from trencadis.kvcache.state_snapshots import StateSnapshots
 from trencadis.kvcache.validators import instance_of, integer
 
 ID_TYPECODE = "i"
@@ -369,7 +370,8 @@ that the group's window has passed."""
 class PrefixCache:
     """Combines a request hasher with a prefix index; finds no prefix if not ``enabled``.
 
-    ``windows`` are those of `CacheConfig`.
+    ``windows`` are those of `CacheConfig`. ``snapshots``: a prefix is found only with a snapshot of
+    the state after it; None for a model without states.
     """
 
     def __init__(
@@ -379,8 +381,10 @@ class PrefixCache:
         *,
         enabled: bool,
         windows: Sequence[int | None] = (None,),
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self.enabled = enabled
+        self._snapshots = snapshots
         self._windows = windows
         self._index = index
         self._hasher = hasher
@@ -414,8 +418,18 @@ class PrefixCache:
     def hits(self, prefix_keys: PrefixKeys, num_blocks: int) -> list[Hits]:
         """The longest cached prefix, of at most ``num_blocks`` blocks, in each group.
 
-        It is as long in all of them: each has the blocks that a token after it sees.
+        It is as long in all of them: each has the blocks that a token after it sees. If layers keep
+        a state, there is a snapshot of that after it.
         """
+        hits = self.hits_of_blocks(prefix_keys, num_blocks)
+        if self._snapshots is None:
+            return hits
+        while (length := self._snapshots.longest([key for _, key in hits[0]])) < len(hits[0]):
+            hits = self.hits_of_blocks(prefix_keys, length)
+        return hits
+
+    def hits_of_blocks(self, prefix_keys: PrefixKeys, num_blocks: int) -> list[Hits]:
+        """As `hits`, with or without a snapshot."""
         num_groups = len(self._windows)
         keys = [prefix_keys.in_group(group)[:num_blocks] for group in range(num_groups)]
         hits = [self.hits_in_group(0, keys[0])]

@@ -52,12 +52,14 @@ class StateCache:
     """The states of ``layers`` in slots, initially zero.
 
     ``layers``: the parts that each layer keeps, by its number. ``dtype`` is that of the model.
-    ``num_host_slots``: slots in host memory for swapped sequences. Raises `InvalidSetting` for a
-    size below one, and `OutOfMemory` if the memory cannot be allocated.
+    ``num_host_slots``: slots in host memory for swapped sequences. ``num_snapshots``: slots after
+    the others, for `StateSnapshots`. Raises `InvalidSetting` for a size below one, and
+    `OutOfMemory` if the memory cannot be allocated.
 
     With ``is_double`` each slot has two places, and `part` has the places of all slots: first one
     of each slot, then the other ones. A forward pass reads one of them (`places`) and writes the
     other (`next_places`), so that it can be repeated until `advance` has been called.
+    There are no snapshots then.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class StateCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         num_host_slots: int = 0,
+        num_snapshots: int = 0,
         is_double: bool = False,
     ) -> None:
         instance_of(dict).checked("layers", layers)
@@ -76,10 +79,19 @@ class StateCache:
         self.num_host_slots: int = integer(0, remedy="0 turns swapping off").checked(
             "num_host_slots", num_host_slots
         )
+        self.num_snapshots: int = integer(0, remedy="0 keeps none").checked(
+            "num_snapshots", num_snapshots
+        )
         self.device = as_device(device)
         self.is_double: bool = boolean().checked("is_double", is_double)
+        if is_double and num_snapshots:
+            raise InvalidSetting(
+                f"num_snapshots {num_snapshots} needs slots of one place: pass 0, or is_double "
+                "False",
+                "num_snapshots",
+            )
         self._is_second = [False] * self.num_slots
-        num_places = self.num_slots * (2 if is_double else 1)
+        num_places = self.num_slots * (2 if is_double else 1) + self.num_snapshots
         self._parts: dict[tuple[int, StateKey], torch.Tensor] = {}
         self._host: dict[tuple[int, StateKey], torch.Tensor] = {}
         for layer, parts in layers.items():
@@ -116,6 +128,8 @@ class StateCache:
 
     def places(self, slots: Sequence[int]) -> list[int]:
         """Where the states of these slots are."""
+        if not self.is_double:
+            return list(slots)
         return [slot + self.num_slots * self._is_second[slot] for slot in slots]
 
     def next_places(self, slots: Sequence[int]) -> list[int]:
@@ -134,8 +148,9 @@ class StateCache:
 
         Checks all of them first. Raises `InvalidBlock` for a slot that there is not.
         """
+        num_within = self.num_slots + self.num_snapshots
         numbers = {
-            Direction.WITHIN: (self.num_slots, self.num_slots),
+            Direction.WITHIN: (num_within, num_within),
             Direction.OUT: (self.num_slots, self.num_host_slots),
             Direction.IN: (self.num_host_slots, self.num_slots),
         }

@@ -442,6 +442,11 @@ class AdmissionControl:
 
     def _start(self, group: SequenceGroup, step: SchedulingStep) -> None:
         self._group_blocks.allocate(group)
+        if self._group_blocks.snapshots is not None:
+            count = 1 + self._settings.config.lookahead
+            for waiting in self._states.waiting.first(count, step.max_group_seqs):
+                if waiting is not group:
+                    self._group_blocks.takes_snapshot(group, waiting)
         self._states.start(group, step.now)
         step.schedule([group])
 
@@ -500,11 +505,17 @@ class PendingPrefixes:
             self.digests[group] = digests
 
     def has_next_block(self, group: SequenceGroup) -> bool:
-        """Whether the first block that ``group`` lacks in the prefix cache is being computed."""
+        """Whether the first block that ``group`` lacks in the prefix cache is being computed.
+
+        And whether it will then be found there: see `GroupBlocks.takes_snapshot`.
+        """
         if not self.digests:
             return False
         digest = self._group_blocks.next_uncached_digest(group)
-        return digest is not None and any(digest in pending for pending in self.digests.values())
+        return digest is not None and any(
+            digest in digests and self._group_blocks.takes_snapshot(running, group)
+            for running, digests in self.digests.items()
+        )
 
     def discard_computed(self) -> None:
         """Remove groups that have computed their prompt or do not run any more."""

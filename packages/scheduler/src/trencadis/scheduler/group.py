@@ -139,6 +139,8 @@ class SequenceGroup:
     - ``unforked_seqs``: the others during that time; then they become forks of the leader.
     - ``finished_seqs``: finished sequences; of a beam search the hypotheses, best first.
     - ``prefix_keys``: the prefix-cache keys of the prompt, None without prefix caching.
+    - ``snapshot_points``: after how many tokens of the prompt its state is kept, in ascending
+      order; ``last_snapshot``: after how many it last was, or its prefix hit. See `SnapshotPoints`.
     - ``num_bypasses``: how often later groups were served instead; see `AdmissionControl`.
     - ``added_at_s``, ``started_at_s``: when the request came, and when the group last began to run,
       in seconds.
@@ -162,6 +164,8 @@ class SequenceGroup:
     finished_seqs: list[Sequence] = attrs.field(factory=list, repr=False)
     beam_state: BeamSearchState | None = attrs.field(default=None, repr=False)
     prefix_keys: PrefixKeys | None = attrs.field(default=None, repr=False)
+    snapshot_points: list[int] = attrs.field(factory=list, repr=False)
+    last_snapshot: int = 0
     num_bypasses: int = 0
     added_at_s: float = 0.0
     started_at_s: float = 0.0

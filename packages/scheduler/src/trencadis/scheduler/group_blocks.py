@@ -6,9 +6,11 @@ And the slots of their states, for a model with layers that keep one.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import takewhile
 
 from trencadis.kvcache import (
     AllocStatus,
+    BlockCopy,
     BlockManager,
     CopyPlan,
     Direction,
@@ -20,6 +22,7 @@ from trencadis.kvcache import (
 from trencadis.scheduler.errors import UnservableRequest
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.request import Request
+from trencadis.scheduler.snapshot_points import SnapshotPoints
 
 
 class GroupBlocks:
@@ -29,6 +32,8 @@ class GroupBlocks:
     - ``moves``: the copies of the current step, in the order in which they must be carried out.
     - ``state_slots``: the slots of states; None for a model without.
     - ``state_moves``: the copies of states of the current step, as ``moves``.
+    - ``snapshots``: where the states of prefixes are kept; None for a model without, or without
+      prefix caching.
     - ``num_swapping_out``: device blocks that become free once copies to the host that the
       bandwidth limit deferred are carried out.
     - ``num_groups``: block groups, in each of which a sequence has a block table.
@@ -39,6 +44,9 @@ class GroupBlocks:
         self.moves = CopyPlan()
         self.state_slots = state_slots
         self.state_moves = CopyPlan()
+        self.snapshots: SnapshotPoints | None = None
+        if state_slots is not None and blocks.snapshots is not None:
+            self.snapshots = SnapshotPoints(blocks, state_slots)
         self.num_swapping_out = 0
         self._blocks = blocks
         self._block_size = blocks.config.block_size
@@ -62,13 +70,21 @@ class GroupBlocks:
         return moves
 
     def take_state_moves(self) -> CopyPlan:
-        """The copies of states of the step, which is complete."""
+        """The copies of states of the step, which is complete.
+
+        Snapshots of the states that it computes come first in the next step: before these change,
+        and before other sequences have their slots.
+        """
         moves, self.state_moves = self.state_moves, CopyPlan()
+        if self.snapshots is not None:
+            self.state_moves.add(Direction.WITHIN, self.snapshots.take())
         return moves
 
     def discard_content(self) -> None:
         """Forget all moves and cached prefixes: the content of the blocks is unknown."""
         self.moves, self.state_moves = CopyPlan(), CopyPlan()
+        if self.snapshots is not None:
+            self.snapshots.take()
         self._blocks.reset_prefix_cache()
 
     def max_num_blocks(self, request: Request, max_model_len: int) -> int:
@@ -146,6 +162,7 @@ class GroupBlocks:
         """
         leader = min(group.unfinished_seqs, key=lambda sequence: len(sequence.token_ids))
         prefix_len = _common_prefix_len(group.unfinished_seqs)
+        num_known = 0 if self.snapshots is None else self._num_known_tokens(group)
         num_cached = self._blocks.allocate(
             leader.seq_id,
             leader.token_ids[:prefix_len],
@@ -155,6 +172,9 @@ class GroupBlocks:
         )
         if self.state_slots is not None:
             self.state_slots.allocate(leader.seq_id)
+            self._copy_snapshot(leader.seq_id)
+        if self.snapshots is not None:
+            self.snapshots.begin(group, num_cached, num_known)
         leader.num_computed_tokens, leader.num_slots = num_cached, prefix_len
         if not leader.num_output_tokens:
             for sequence in group.unfinished_seqs:
@@ -163,6 +183,23 @@ class GroupBlocks:
         group.unforked_seqs = [
             sequence for sequence in group.unfinished_seqs if sequence is not leader
         ]
+
+    def _num_known_tokens(self, group: SequenceGroup) -> int:
+        """Tokens at the beginning of a prompt whose blocks are cached, whatever their state."""
+        keys, num_tokens = group.prefix_keys, group.request.num_prompt_tokens
+        if keys is None:
+            return 0
+        num_blocks = self._blocks.num_cached_prefix_blocks(
+            keys, num_tokens=num_tokens, needs_snapshot=False
+        )
+        return num_blocks * self._block_size
+
+    def _copy_snapshot(self, seq_id: int) -> None:
+        """Let a sequence begin with the state of its cached prefix, if it has one."""
+        source = self._blocks.snapshot_slot(seq_id)
+        if source is not None and self.state_slots is not None:
+            copy = BlockCopy(source, self.state_slots.slot(seq_id))
+            self.state_moves.add(Direction.WITHIN, (copy,))
 
     def next_uncached_digest(self, group: SequenceGroup) -> bytes | None:
         """The digest of the first full prompt block that is not in the prefix cache, or None.
@@ -174,6 +211,24 @@ class GroupBlocks:
         keys = group.prefix_keys.blocks
         num_cached = self._blocks.num_cached_prefix_blocks(group.prefix_keys)
         return keys[num_cached].digest if num_cached < len(keys) else None
+
+    def takes_snapshot(self, running: SequenceGroup, waiting: SequenceGroup) -> bool:
+        """Whether a waiting group will find the prefix that it has in common with a running one.
+
+        Where layers keep states, it needs a snapshot, which is taken where their prompts diverge
+        unless the running group has computed that.
+        """
+        if self.snapshots is None:
+            return True
+        keys = waiting.prefix_keys
+        if keys is None or running.prefix_keys is None or not waiting.request.reads_prefix_cache:
+            return False
+        of_both = zip(running.prefix_keys.blocks, keys.blocks, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0].digest == pair[1].digest, of_both))
+        num_usable = (waiting.request.num_prompt_tokens - 1) // self._block_size
+        num_hits = self._blocks.num_cached_prefix_blocks(keys)
+        size = self._block_size
+        return self.snapshots.add(running, num_hits * size, min(same, num_usable) * size)
 
     # Growth.
 
@@ -351,6 +406,8 @@ class GroupBlocks:
         self._blocks.free(sequence.seq_id)
         if self.state_slots is not None:
             self.state_slots.free(sequence.seq_id)
+        if self.snapshots is not None:
+            self.snapshots.forget(sequence.seq_id)
 
 
 def _seq_ids(group: SequenceGroup) -> list[int]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from trencadis.kvcache import PADDING_SLOT, BlockManager, CopyPlan, StateSlots
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.request import FinishReason
+from trencadis.scheduler.snapshot_points import SnapshotPoints
 
 PENDING_TOKEN = -1
 """Stands for the token that the step before samples for the same sequence, while that step is in
@@ -124,6 +125,7 @@ class SchedulingStep:
 
     - ``now``: time of the step, in seconds.
     - ``num_groups``: block groups of the cache.
+    - ``snapshots``: where prefill chunks end for snapshots of states; None without these.
     - ``token_budget``, ``prefill_budget``: tokens that may still be scheduled, and those of them
       that may be in prefill chunks.
     - ``max_chunk_tokens``: maximum length of a prefill chunk; None: the token budget alone.
@@ -145,6 +147,7 @@ class SchedulingStep:
     blocks: BlockManager
     state_slots: StateSlots | None = None
     num_groups: int = 1
+    snapshots: SnapshotPoints | None = None
     max_running_seqs: int = 0
     max_prefill_tokens: int = 0
     prefill_budget: int = 0
@@ -203,14 +206,22 @@ class SchedulingStep:
         longest = min(self._longest_chunk(num_tokens), self.prefill_budget)
         cost = sequence.group.request.prompt_token_cost
         if cost == 1.0:
-            self.prefill_budget -= self._schedule_tokens(sequence, longest)
+            self.prefill_budget -= self._schedule_to_point(sequence, longest)
             return
         budget = min(self.prefill_budget, self.token_budget)
         # One token at least, so that a budget below its cost does not keep it for ever.
-        num_scheduled = self._schedule_tokens(sequence, min(longest, max(1, int(budget / cost))))
+        num_scheduled = self._schedule_to_point(sequence, min(longest, max(1, int(budget / cost))))
         further = math.ceil(num_scheduled * (cost - 1.0))
         self.prefill_budget = max(0, self.prefill_budget - num_scheduled - further)
         self.token_budget = max(0, self.token_budget - further)
+
+    def _schedule_to_point(self, sequence: Sequence, num_tokens: int) -> int:
+        """As `_schedule_tokens`, for a prefill chunk: it may end where a snapshot is taken."""
+        num_tokens = min(num_tokens, self.token_budget)
+        if self.snapshots is not None and num_tokens:
+            num_tokens = self.snapshots.chunk_tokens(sequence, num_tokens)
+            self.snapshots.note(sequence, sequence.num_computed_tokens + num_tokens)
+        return self._schedule_tokens(sequence, num_tokens)
 
     def _schedule_forced(self, sequences: abc.Sequence[Sequence]) -> None:
         """Schedule tokens that were forced.

@@ -65,11 +65,12 @@ class Scheduler:
 
     ``thermal`` limits the running sequences by temperature or power. ``defragmenter`` must be one
     of ``blocks``. ``state_slots``: those of a model with layers that keep a state, one for each of
-    ``max_num_seqs`` sequences at least; such a model has no prefix cache. ``costs`` are updated
-    with the measured durations of steps. ``clock`` returns seconds and need not be monotonic: a
-    step back counts as no time. Not thread-safe, except for `control`. What `schedule` calls, such
-    as a thermal policy, may only read: other calls raise `StepOrderError` meanwhile. Raises
-    `ConfigError` for an argument of another type, and `CannotCopy` if it is copied or pickled.
+    ``max_num_seqs`` sequences at least; for prefix hits ``blocks`` needs `StateSnapshots`.
+    ``costs`` are updated with the measured durations of steps. ``clock`` returns seconds and need
+    not be monotonic: a step back counts as no time. Not thread-safe, except for `control`. What
+    `schedule` calls, such as a thermal policy, may only read: other calls raise `StepOrderError`
+    meanwhile. Raises `ConfigError` for an argument of another type, and `CannotCopy` if it is
+    copied or pickled.
     """
 
     def __init__(
@@ -376,6 +377,7 @@ class Scheduler:
             self._blocks,
             self._group_blocks.state_slots,
             self._group_blocks.num_groups,
+            self._group_blocks.snapshots,
             is_ahead=bool(self._in_flight),
         )
         if self._states.swapping_in:
@@ -593,10 +595,18 @@ def _check_slots(slots: StateSlots, config: SchedulerConfig, blocks: BlockManage
             f"make StateSlots({config.max_num_seqs + 1}), with one more for padding",
             "state_slots",
         )
-    if blocks.config.enable_prefix_caching:
+    snapshots = blocks.snapshots
+    if snapshots is not None and snapshots.first_slot != slots.num_slots:
+        raise ConfigError(
+            f"the snapshots of blocks begin with slot {snapshots.first_slot}, and state_slots has "
+            f"{slots.num_slots}: make StateSnapshots({slots.num_slots}, ...)",
+            "state_slots",
+        )
+    if blocks.config.enable_prefix_caching and snapshots is None:
         raise ConfigError(
             "blocks has a prefix cache, and a model with states cannot begin after a prefix whose "
-            "state is not kept: set enable_prefix_caching=False in its CacheConfig",
+            "state is not kept: make it with StateSnapshots, or set enable_prefix_caching=False "
+            "in its CacheConfig",
             "state_slots",
         )
 

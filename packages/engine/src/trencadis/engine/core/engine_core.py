@@ -58,6 +58,7 @@ from trencadis.kvcache import (
     Defragmenter,
     Direction,
     StateSlots,
+    StateSnapshots,
     TierTransfers,
 )
 from trencadis.scheduler import (
@@ -208,7 +209,10 @@ class EngineCore:
                 *(limits, sum(window is not None for window in windows), len(windows)),
             )
         keeps_states = facts.num_state_slots > 0
-        if keeps_states and config.enable_prefix_caching:
+        snapshots = None
+        if facts.num_state_snapshots:
+            snapshots = StateSnapshots(facts.num_state_slots, facts.num_state_snapshots)
+        elif keeps_states and config.enable_prefix_caching:
             logger.info(
                 "Prefixes are not cached: the layers of %s keep states, and not those of prefixes",
                 facts.spec.source,
@@ -221,13 +225,15 @@ class EngineCore:
                 num_blocks=facts.limits.num_blocks,
                 block_size=config.block_size,
                 num_host_blocks=facts.num_host_blocks,
-                enable_prefix_caching=config.enable_prefix_caching and not keeps_states,
+                enable_prefix_caching=config.enable_prefix_caching
+                and (snapshots is not None or not keeps_states),
                 windows=windows,
                 tokens_ahead=facts.limits.tokens_ahead if limits else None,
                 record_events=self._kv_events is not None,
             ),
             governor=swap_governor(config, facts.block_bytes),
             recorder=recorder,
+            snapshots=snapshots,
         )
         tiers = None
         if recorder is not None:

@@ -139,6 +139,8 @@ class StateLayers:
             module.forward = functools.partial(self._forward, *of_layer)
             self._modules.append((number, module, argument))
             found.add(number)
+        self.computes_by_tokens = any(by_tokens.values())
+        """Whether a chunk with tokens before takes a call for each of its tokens."""
         for number in self._shapes.keys() - found:
             raise ModelError(
                 f"layer {number} has no {layers[number].state_module}, which keeps its state: "

@@ -53,6 +53,11 @@ logger = logging.getLogger("trencadis.engine")
 
 _COUNTED = LayerShape(1, 1, 1)
 
+_SNAPSHOTS_PER_SEQUENCE = 2
+"""One after its own prompt, and one where this begins as others do."""
+_SNAPSHOT_PART = 4
+"""Snapshots have at most one such part of the cache: without blocks they are of no use."""
+
 
 class CacheSizing:
     """The size of the KV cache of a model on a device, and caches of this layout.
@@ -94,6 +99,9 @@ class CacheSizing:
         self._captures_graphs = captures_graphs
         self.shared_blocks = SharedBlocks(0)
         """The host blocks of the last cache, of a rank with tiers."""
+        self.may_keep_snapshots = True
+        """Whether a prompt may begin after a cached prefix: not where layers with a state would
+        compute it token by token."""
 
     @property
     def block_bytes(self) -> int:
@@ -111,6 +119,27 @@ class CacheSizing:
     def num_state_slots(self) -> int:
         """Slots of states: one for each sequence, and that of padding; 0 without states."""
         return 1 + self._config.max_num_seqs if self._states else 0
+
+    def num_snapshots(self, plan: MemoryPlan) -> int:
+        """Slots for the states after cached prefixes; 0 without states or prefix caching.
+
+        Two for each of ``max_num_seqs`` sequences, in at most a quarter of the memory of the cache,
+        and beside one sequence of ``max_model_len``. 0 where states have static places.
+        """
+        config, state_bytes = self._config, self.state_bytes
+        keeps = self.may_keep_snapshots and not self._device.static_states
+        if not (state_bytes and config.enable_prefix_caching and keeps):
+            return 0
+        limit = self._cache_memory
+        memory = int(plan.kv_cache) if limit is None else min(limit, int(plan.kv_cache))
+        num_blocks = 1 + blocks_of_sequence(config, self._max_model_len, self.groups.windows)
+        memory = min(memory // _SNAPSHOT_PART, memory - num_blocks * self.block_bytes)
+        return max(0, min(_SNAPSHOTS_PER_SEQUENCE * config.max_num_seqs, memory // state_bytes))
+
+    @property
+    def _cache_memory(self) -> int | None:
+        """Bytes that the cache has by the settings or the device; None where the rest decides."""
+        return self._config.kv_cache_memory or self._device.default_kv_cache_memory
 
     def num_host_state_slots(self, num_host_blocks: int) -> int:
         """Slots of states for swapped sequences, which have so many host blocks."""
@@ -146,15 +175,17 @@ class CacheSizing:
 
     def num_blocks(self, plan: MemoryPlan, *, after_run: bool = False) -> int:
         """Blocks of the KV cache under a plan and the settings. Raises `ConfigError`."""
-        fitting, remedy = plan.num_blocks, "raise gpu_memory_utilization, or free memory"
+        of_snapshots = self.num_snapshots(plan) * self.state_bytes
+        fitting = int((plan.kv_cache - of_snapshots) // self.block_bytes)
+        remedy = "raise gpu_memory_utilization, or free memory"
         if after_run:
             remedy = (
                 "lower max_num_batched_tokens: the largest batch leaves "
                 f"{format_bytes(plan.free_after_profile)} free"
             )
-        limit = self._config.kv_cache_memory or self._device.default_kv_cache_memory
-        if limit is not None and limit // self.block_bytes <= fitting:
-            fitting, remedy = limit // self.block_bytes, "raise kv_cache_memory"
+        limit = self._cache_memory
+        if limit is not None and (limit - of_snapshots) // self.block_bytes <= fitting:
+            fitting, remedy = (limit - of_snapshots) // self.block_bytes, "raise kv_cache_memory"
         if self._config.num_blocks is not None:
             remedy = "raise num_blocks"
         num_blocks = num_cache_blocks(
@@ -178,11 +209,16 @@ class CacheSizing:
 
     def num_staging_blocks(self) -> int:
         """Host blocks for tiers; see `host_swap`."""
-        # Where layers keep states, no prefix is cached.
+        # Tiers keep blocks, and no states.
         return 0 if self._states else num_staging_blocks(self._config, self.block_bytes)
 
     def make_cache(
-        self, num_blocks: int, num_host_blocks: int, place: torch.device | None = None
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        place: torch.device | None = None,
+        *,
+        num_snapshots: int = 0,
     ) -> KVCache:
         """A cache on the device; at another ``place`` one that no request uses."""
         states = None
@@ -193,6 +229,7 @@ class CacheSizing:
                 dtype=self._state_dtype,
                 device=place or self._device.torch_device,
                 num_host_slots=self.num_host_state_slots(num_host_blocks),
+                num_snapshots=num_snapshots,
                 is_double=self._device.static_states,
             )
         shared = None
@@ -216,9 +253,10 @@ class CacheSizing:
         if self._states:
             logger.info(
                 "Layers that keep a state: %s for each of %d sequences, and as much for the new "
-                "states of a step",
+                "states of a step; of cached prefixes %d states are kept",
                 format_bytes(self.state_bytes),
                 self._config.max_num_seqs,
+                self.num_snapshots(plan),
             )
         settings = self._config.graphs
         if not self._captures_graphs and settings.graph_reserved_mem != GRAPH_RESERVED_MEM:

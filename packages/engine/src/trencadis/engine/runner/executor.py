@@ -45,8 +45,9 @@ class ModelFacts:
     many of the first blocks are scored once for all sequences of a batch. ``num_buckets``: of both
     phases. ``embedding_size``: numbers of an embedding; 0 for a model without. ``num_state_slots``,
     ``num_host_state_slots``: slots of states, on the device and on the host; 0 for a model without.
-    ``state_bytes``: bytes of the state of a sequence. ``scored_token_cost``: of a step's token
-    budget, what a prompt token takes whose log-probability is asked for.
+    ``num_state_snapshots``: slots of states after cached prefixes. ``state_bytes``: bytes of the
+    state of a sequence. ``scored_token_cost``: of a step's token budget, what a prompt token takes
+    whose log-probability is asked for.
     """
 
     config: EngineConfig
@@ -62,6 +63,7 @@ class ModelFacts:
     embedding_size: int
     num_state_slots: int = 0
     num_host_state_slots: int = 0
+    num_state_snapshots: int = 0
     state_bytes: int = 0
     scored_token_cost: float = 1.0
     windows: tuple[int | None, ...] = (None,)

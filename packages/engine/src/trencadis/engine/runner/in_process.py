@@ -303,6 +303,7 @@ class InProcessExecutor:
             scored_token_cost=1.0 if grids and not grids.ragged else SCORED_TOKEN_COST,
             num_state_slots=0 if states is None else states.num_slots,
             num_host_state_slots=0 if states is None else states.num_host_slots,
+            num_state_snapshots=0 if states is None else states.num_snapshots,
             state_bytes=worker.state_bytes,
             windows=worker.windows,
         )

@@ -43,6 +43,7 @@ from trencadis.engine.models.rank_loading import DividedModel, divide
 from trencadis.engine.models.rank_modules import least_over_ranks, most_over_ranks
 from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.models.rounded_weights import round_weights
+from trencadis.engine.models.state_layers import state_layers_of
 from trencadis.engine.runner.adapter_store import AdapterStore
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.block_moves import warm_up_copies
@@ -104,6 +105,7 @@ class Worker:
     _model: nn.Module
     _attention: Attention
     _memory: MemoryPlan
+    _num_snapshots: int
     _programs: KeptPrograms
     _divided: DividedModel | None
 
@@ -270,6 +272,8 @@ class Worker:
         free = self.device.free_memory()
         scorer = self._make_scorer(compiled=False)
         adapters = self.adapters.layers
+        states = state_layers_of(self._model)
+        sizing.may_keep_snapshots = states is None or not states.computes_by_tokens
         self._memory = sizing.profile(self._model, prompts, self.read, scorer, adapters)
         self._peak_bytes = max(0, free - self._memory.free_after_profile)
         # With the peak of the run, whose memory stays free: it is none of the plan's.
@@ -291,9 +295,17 @@ class Worker:
         # Where there is one memory, both would be blocks of the CPU.
         on_host = "swap" if self.device.shares_host_memory else "CPU"
         logger.info("# %s blocks: %d, # %s blocks: %d", kind, num_blocks, on_host, num_host_blocks)
-        self.cache = sizing.make_cache(num_blocks, num_host_blocks + self.num_staging_blocks)
+        self._num_snapshots = sizing.num_snapshots(self._memory)
+        self._make_cache(num_blocks, num_host_blocks)
         self._log_memory("Initializing cache engine", self._before_cache)
         sizing.log_left_over(self._memory, num_blocks)
+
+    def _make_cache(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.cache = self._sizing.make_cache(
+            num_blocks,
+            num_host_blocks + self.num_staging_blocks,
+            num_snapshots=self._num_snapshots,
+        )
 
     def _fits(self, num_blocks: int) -> bool:
         """Whether a cache of so many blocks fits beside the largest batch now, if it is any.
@@ -552,8 +564,7 @@ class Worker:
         is_kept = self.is_warm and self.runner.forward_runner.keeps_programs
         if is_kept and programs is self._programs and (in_place or self._fits(num_blocks)):
             self._sampler.acquire()
-            num_host_blocks = self._sizing.num_host_blocks() + self.num_staging_blocks
-            self.cache = self._sizing.make_cache(num_blocks, num_host_blocks)
+            self._make_cache(num_blocks, self._sizing.num_host_blocks())
             self.runner.use_cache(self.cache)
         else:
             self._programs = programs
