@@ -13,8 +13,10 @@ from adapters import Reference, save_adapter
 from request_mix import finish
 from safetensors.torch import load_file, save_file
 from test_packed_weights import FORMATS, quantize
+from transformers import AutoModelForCausalLM
 
 from trencadis.engine import LLM, GenerateRequest, SamplingParams
+from trencadis.engine.models.layer_inputs import products_of_inputs, text_tokens
 from trencadis.engine.models.rounded_weights import rounded_int4, rounded_int8
 
 NAMES = ("a", "b", None)
@@ -30,12 +32,16 @@ def rounded(model: Path, target: Path, name: str) -> tuple[Path, Path]:
     """A model in bf16, and what its weights mean once they are rounded."""
     expanded = Path(shutil.copytree(model, target / "expanded"))
     tensors = load_file(model / "model.safetensors")
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    products = products_of_inputs(plain, text_tokens(str(model)))
+    of_layers = {f"{path}.weight": products.get(id(each)) for path, each in plain.named_modules()}
     for key, tensor in tensors.items():
         if tensor.dim() == 2:
             # Attention keeps 8 bits, and so does the last layer of an outer network: both are.
             in_int4 = name == "int4" and key.endswith(("gate_proj.weight", "up_proj.weight"))
-            weight = (rounded_int4 if in_int4 else rounded_int8)(tensor.bfloat16())
-            tensors[key] = weight.unpacked()
+            weight = tensor.bfloat16()
+            packed = rounded_int4(weight, 32, of_layers[key]) if in_int4 else rounded_int8(weight)
+            tensors[key] = packed.unpacked()
     save_file(tensors, expanded / "model.safetensors", {"format": "pt"})
     return model, expanded
 

@@ -1,48 +1,81 @@
-"""What the inputs of linear layers are like: the mean square of each, of random tokens.
+"""What the inputs of linear layers are like: how large each is, and which are large together.
 
-An error of a weight changes an output as much as its input is large, so rounding to 4 bits weighs
-errors by these squares (AWQ, https://arxiv.org/abs/2306.00978, finds that inputs tell which weights
-matter). A few inputs of a model are large whatever is computed, so tokens need be no text.
+An error of a weight changes an output as much as its input is large, and errors of two weights
+cancel where their inputs go together: rounding to 4 bits weighs and moves errors accordingly (GPTQ,
+https://arxiv.org/abs/2210.17323, within the inputs of one scale). The inputs are those of a text,
+``calibration.txt``; of random tokens only their sizes are like those of a text, not their products.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-_TOKENS, _LENGTH = 512, 256
-"""In all, and of a sequence."""
+_TEXT = Path(__file__).parent / "calibration.txt"
+
+_TEXT_TOKENS, _RANDOM_TOKENS, _LENGTH = 1792, 512, 256
+"""At most in all, and of a sequence."""
 
 _SEED = 0
-"""Of the tokens: each start rounds alike."""
+"""Of random tokens: each start rounds alike."""
 
 
-def mean_squares_of_inputs(model: nn.Module) -> Mapping[int, torch.Tensor]:
-    """fp32 ``[inputs]`` for each linear layer of a decoder that a forward pass calls, by its id.
+def text_tokens(source: str) -> list[int]:
+    """The first tokens of the text, by the tokenizer of a checkpoint.
 
-    The pass has 512 tokens and no cache; the output head is left out. Models with layers that keep
-    a state, and parts of a rank, cannot be called like this. Empty for a module
-    that is not a model of transformers.
+    None where it has no usable tokenizer, which is reported where prompts are encoded.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        encoded = tokenizer.encode(_TEXT.read_text("utf-8"), add_special_tokens=False)
+    except (OSError, KeyError, ImportError, ValueError, TypeError, AttributeError):
+        return []
+    return [*encoded[:_TEXT_TOKENS]]
+
+
+def products_of_inputs(
+    model: nn.Module, tokens: list[int], group: int = 32
+) -> Mapping[int, torch.Tensor]:
+    """fp32 ``[groups, group, group]`` for each linear layer of a decoder, by its id.
+
+    The mean over ``tokens`` of the products of each two inputs of a group. Without tokens, or with
+    one that the model lacks, they are random, and only the squares are not 0. The forward pass has
+    no cache; the output head is left out, and layers whose inputs are not a multiple of ``group``.
+    Models with layers that keep a state, and parts of a rank, cannot be called like this. Empty for
+    a module that is not a model of transformers.
     """
     if not isinstance(model, PreTrainedModel):
         return {}
-    found: dict[int, torch.Tensor] = {}
+    table: Any = model.get_input_embeddings()
+    is_text = bool(tokens) and max(tokens) < table.num_embeddings
+    sums: dict[int, torch.Tensor] = {}
+    counts: dict[int, int] = {}
 
     def note(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        found[id(layer)] = given[0].detach().flatten(0, -2).float().square().mean(0)
+        rows = given[0].detach().flatten(0, -2).float()
+        if rows.shape[1] % group:
+            return
+        groups = rows.view(len(rows), -1, group).transpose(0, 1)
+        if is_text:
+            products = groups.transpose(1, 2) @ groups
+        else:
+            products = torch.diag_embed(groups.square().sum(1))
+        sums[id(layer)] = sums.get(id(layer), 0.0) + products
+        counts[id(layer)] = counts.get(id(layer), 0) + len(rows)
 
-    table: Any = model.get_input_embeddings()
     config = model.config.get_text_config(decoder=True)
     length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
-    generator = torch.Generator().manual_seed(_SEED)
-    tokens = torch.randint(
-        0, table.num_embeddings, (_TOKENS // length, length), generator=generator
-    )
+    if is_text:
+        ids = torch.tensor(tokens)
+    else:
+        generator = torch.Generator().manual_seed(_SEED)
+        ids = torch.randint(0, table.num_embeddings, (_RANDOM_TOKENS,), generator=generator)
     handles = [
         module.register_forward_pre_hook(note)
         for module in model.modules()
@@ -50,11 +83,12 @@ def mean_squares_of_inputs(model: nn.Module) -> Mapping[int, torch.Tensor]:
     ]
     try:
         with torch.no_grad(), _plain_attention(model):
-            model.base_model(input_ids=tokens.to(model.device), use_cache=False)
+            for sequence in torch.split(ids, length):
+                model.base_model(input_ids=sequence[None].to(model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return {layer: products / max(1, counts[layer]) for layer, products in sums.items()}
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ LARGEST_FP8 = 240.0
 """What numbers are scaled to that are rounded to E4M3: its largest one on Gaudi 2. Elsewhere that
 is 448, but the relative error of a float does not depend on its size."""
 
-ROUNDED_AT_A_TIME = 1024
+ROUNDED_AT_A_TIME = 256
 """Outputs that are rounded at a time: what rounding takes beside its result."""
 
 TINY = torch.finfo(torch.float32).tiny

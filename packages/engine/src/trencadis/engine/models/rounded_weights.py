@@ -45,19 +45,22 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _GIB = 1 << 30
 
-_TRIED_STEPS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+_TRIED_STEPS = (1.05, 1.0, 0.93, 0.86, 0.8)
 """Sizes of a step of 4 bits that are tried, beside that which reaches a group's largest weight."""
+
+_DAMPING = 1e-3
+"""Added to the squares of inputs, for a mean of 1 in a group."""
 
 _OUTER_LAYERS = 8
 """Of this many decoder layers one at each end keeps more bits; llama.cpp's share in Q4_K_M."""
 
 
 def round_weights(
-    model: nn.Module, quantization: str, mean_squares: Mapping[int, torch.Tensor] | None = None
+    model: nn.Module, quantization: str, products: Mapping[int, torch.Tensor] | None = None
 ) -> None:
     """Replace linear layers of bf16 by `QuantizedLinear` in a format of `ROUNDED_FORMATS`.
 
-    ``mean_squares``: of the inputs of layers, by their ids, which weigh the errors of int4.
+    ``products``: of the inputs of layers, by their ids, for int4: see `products_of_inputs`.
 
     With int4, those of attention are int8, and so are in the first and last eighth of the decoder
     layers those that end their feed-forward network: they cost the most perplexity for a byte.
@@ -93,8 +96,7 @@ def round_weights(
             return QuantizedLinear(weight, layer.bias)
         if quantization == "int8" or id(layer) in in_8_bits:
             return QuantizedLinear(rounded_int8(layer.weight.detach()), layer.bias)
-        squares = (mean_squares or {}).get(id(layer))
-        packed = rounded_int4(layer.weight.detach(), mean_squares=squares)
+        packed = rounded_int4(layer.weight.detach(), products=(products or {}).get(id(layer)))
         return QuantizedLinear(packed, layer.bias)
 
     replace_layers(tables, rounded_table)
@@ -129,50 +131,76 @@ def rounded_int8(weight: torch.Tensor) -> PackedWeight:
 
 
 def rounded_int4(
-    weight: torch.Tensor, group: int = 32, mean_squares: torch.Tensor | None = None
+    weight: torch.Tensor, group: int = 32, products: torch.Tensor | None = None
 ) -> PackedWeight:
     """Rounded to -8 to 7 steps of each group of inputs, a size of the step with the least error.
 
-    For a few sizes, of which one brings the weight of the largest magnitude to -8, the weights are
-    rounded; then the scale is that of the least sum of squared errors for these steps, weighted by
-    the ``mean_squares`` ``[inputs]`` of what they multiply. Scales are bf16. Inputs are a multiple
-    of ``group``.
+    ``products`` ``[groups, group, group]``: of the inputs that the weights multiply, as
+    `products_of_inputs` measures them; None: all alike. For a few sizes, of which one brings the
+    weight of the largest magnitude to -8, the weights are rounded one after another, and the
+    following ones of a group make up for the error of each; then the scale is that of the least
+    error of the outputs for these steps. Scales are bf16. Inputs are a multiple of ``group``.
     """
     outputs, inputs = weight.shape
-    shares = weight.new_ones(inputs // group, group, dtype=torch.float32)
-    if mean_squares is not None:
-        squares = mean_squares.float().view(-1, group)
-        means = squares.mean(1, keepdim=True)
-        # Where no input of a group was seen, all weigh the same.
-        shares = torch.where(means > TINY, squares / means.clamp_min(TINY), shares)
+    of_inputs = _scaled_products(products, inputs // group, group)
+    makes_up = _making_up(of_inputs)
     steps = weight.new_empty((outputs, inputs // 2), dtype=torch.uint8)
     scales = weight.new_empty((outputs, inputs // group), dtype=torch.bfloat16)
     chunks = (torch.split(each, ROUNDED_AT_A_TIME) for each in (weight, scales, steps))
     for rows, of_outputs, of_rows in zip(*chunks, strict=True):
-        groups = rows.float().unflatten(1, (-1, group))
-        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+        groups = rows.float().unflatten(1, (-1, group)).permute(1, 2, 0).contiguous()
+        largest = groups.gather(1, groups.abs().argmax(1, keepdim=True))
         unit = groups / largest.abs().clamp_min(TINY)  # squares of tiny weights would be 0
+        unit_of_inputs = of_inputs @ unit
         best, found = torch.zeros_like(largest), torch.zeros_like(largest)
         best_steps = torch.zeros_like(groups)
         for size in _TRIED_STEPS:
-            tried = _int4_steps(groups, largest * (-size / INT4_ZERO))
-            # The error is the sum of squared weights less this, with the best scale for the steps.
-            weighted = tried * shares
-            common = (weighted * unit).sum(2, keepdim=True)
-            squares = (weighted * tried).sum(2, keepdim=True).clamp_min(TINY)
+            tried = _int4_steps(unit, largest.sign() * (-size / INT4_ZERO), makes_up)
+            # The error is that of no weights less this, with the best scale for the steps.
+            common = (unit_of_inputs * tried).sum(1, keepdim=True)
+            squares = (of_inputs @ tried).mul_(tried).sum(1, keepdim=True).clamp_min_(TINY)
             explained = common.square() / squares
             is_better = explained > best
             found = torch.where(is_better, common / squares, found)
             best_steps = torch.where(is_better, tried, best_steps)
             best = torch.maximum(best, explained)
-        of_outputs.copy_((found * largest.abs())[..., 0])
-        of_rows.copy_(pack_int4((best_steps + INT4_ZERO).flatten(1)))
+        of_outputs.copy_((found * largest.abs())[:, 0].T)
+        of_rows.copy_(pack_int4((best_steps + INT4_ZERO).permute(2, 0, 1).flatten(1)))
     return PackedWeight(steps, scales)
 
 
-def _int4_steps(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    size = scale.abs().clamp_min(TINY).copysign(scale)
-    return (groups / size).round_().clamp_(-INT4_ZERO, INT4_ZERO - 1)
+def _scaled_products(products: torch.Tensor | None, groups: int, group: int) -> torch.Tensor:
+    """With a mean square of 1 in each group, and so much more that all have an inverse."""
+    alike = torch.eye(group).expand(groups, group, group)
+    if products is None:
+        return alike
+    means = products.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    # Where no input of a group was seen, all weigh the same.
+    scaled = torch.where(means > TINY, products / means.clamp_min(TINY), alike)
+    return scaled + _DAMPING * alike
+
+
+def _making_up(products: torch.Tensor) -> torch.Tensor:
+    """``[groups, group, group]``: by how much of the error of a weight (row) a later one changes.
+
+    The rows of GPTQ's Cholesky factor of the inverse, each divided by its diagonal.
+    """
+    factor: torch.Tensor = torch.linalg.cholesky(torch.linalg.inv(products), upper=True)
+    return factor / factor.diagonal(dim1=1, dim2=2)[..., None]
+
+
+def _int4_steps(groups: torch.Tensor, scale: torch.Tensor, makes_up: torch.Tensor) -> torch.Tensor:
+    """The steps of ``groups`` ``[groups, group, outputs]``, as floats."""
+    size = scale.abs().clamp_min(TINY).copysign(scale)[:, 0]
+    left = groups.clone()
+    for number in range(left.shape[1]):
+        weights = left[:, number]
+        rounded = (weights / size).round_().clamp_(-INT4_ZERO, INT4_ZERO - 1)
+        error = torch.addcmul(weights, rounded, size, value=-1)
+        later = makes_up[:, number, number + 1 :, None]
+        left[:, number + 1 :].addcmul_(error[:, None], later, value=-1)
+        weights.copy_(rounded)
+    return left
 
 
 def _keeping_8_bits(model: nn.Module) -> set[int]:

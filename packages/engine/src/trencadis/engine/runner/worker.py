@@ -23,7 +23,7 @@ from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.adapter_layers import AdapterLayers
 from trencadis.engine.models.declared_modules import read_pooling
-from trencadis.engine.models.layer_inputs import mean_squares_of_inputs
+from trencadis.engine.models.layer_inputs import products_of_inputs, text_tokens
 from trencadis.engine.models.layer_reading import check_layers
 from trencadis.engine.models.loader import (
     ModelSpec,
@@ -192,11 +192,11 @@ class Worker:
 
     def _round_weights(self, model: nn.Module) -> None:
         quantization = self.config.quantization
-        squares = None
+        products = None
         has_states = any(layer.states for layer in self.spec.layers)
         if quantization == "int4" and self._divided is None and not has_states:
-            squares = mean_squares_of_inputs(model)
-        round_weights(model, quantization, squares)
+            products = products_of_inputs(model, text_tokens(self.spec.source))
+        round_weights(model, quantization, products)
 
     def _make_slots(self) -> AdapterLayers:
         """Slots for adapters in the model's layers. Raises `ConfigError` for a model without."""
