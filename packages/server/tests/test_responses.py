@@ -17,6 +17,12 @@ pytestmark = pytest.mark.asyncio
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "name": "weather", "parameters": CITY, "strict": False}
 TIME = {"type": "function", "name": "time", "parameters": None, "strict": None}
+CITIES = {
+    "type": "namespace",
+    "name": "mcp__cities",
+    "description": "Of cities.",
+    "tools": [WEATHER, {**TIME, "description": "The time."}],
+}
 PATH = "/v1/responses"
 
 
@@ -44,6 +50,38 @@ async def respond(client, *, stream: bool, **fields: Any):
 async def event_types(client, **fields: Any) -> list[str]:
     stream = await client.responses.create(model="stand-in", stream=True, **fields)
     return [event.type async for event in stream]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_of_a_namespace_is_called_by_both_names(official, engine, stream):
+    engine.script = [ANSWER.replace('"weather"', '"mcp__cities__weather"')]
+    response = await respond(official, stream=stream, tools=[CITIES, TIME])
+    first, second = (item for item in response.output if item.type == "function_call")
+    assert (first.namespace, first.name) == ("mcp__cities", "weather")
+    assert (second.namespace, second.name) == (None, "time")
+    _, shown = engine.tokenizer.rendered[-1]
+    functions = [tool["function"] for tool in shown]
+    names = ["mcp__cities__weather", "mcp__cities__time", "time"]
+    assert [function["name"] for function in functions] == names
+    assert [function.get("description") for function in functions] == [
+        "Of cities.", "The time.", None
+    ]  # fmt: skip
+    assert response.tools[0].tools[0].name == "weather"
+    result = {"type": "function_call_output", "call_id": first.call_id, "output": "21"}
+    await respond(official, stream=False, input=[first.to_dict(), result], tools=[CITIES])
+    rendered, _ = engine.tokenizer.rendered[-1]
+    assert rendered[0]["tool_calls"][0]["function"]["name"] == "mcp__cities__weather"
+
+
+@pytest.mark.parametrize("name", ["weather", "mcp__cities__weather"])
+async def test_a_tool_of_a_namespace_is_chosen_by_either_name(official, engine, name):
+    engine.script = ['<tool_call>\n{"name": "mcp__cities__weather", "arguments": {}}\n</tool_call>']
+    choice = {"type": "function", "name": name}
+    response = await respond(official, stream=False, tools=[CITIES], tool_choice=choice)
+    assert [(item.namespace, item.name) for item in response.output] == [("mcp__cities", "weather")]
+    assert response.tool_choice.name == "weather"
+    _, params, *_ = engine.requests[0]
+    assert "mcp__cities__time" not in params.structured_output.grammar
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -259,6 +297,11 @@ BAD = [
     ({"tools": [WEATHER, WEATHER]}, "tools"),
     ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name"),
     ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0]"),
+    ({"tools": [{**CITIES, "tools": []}]}, "tools[0]"),
+    ({"tools": [{**CITIES, "tools": [CITIES]}]}, "tools[0]"),
+    ({"tools": [{**CITIES, "parameters": CITY}]}, "tools[0]"),
+    ({"tools": [{**WEATHER, "tools": [TIME]}]}, "tools[0]"),
+    ({"tools": [CITIES, {**CITIES, "name": "n"}], "tool_choice": NAMED}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice"),
     ({"tools": [WEATHER]}, "tool_choice"),  # no tool parser

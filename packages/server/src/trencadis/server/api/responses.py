@@ -130,6 +130,7 @@ class InputItem(RequestPart):
     content: JoinedText | None = None
     call_id: Text | None = None
     name: Text | None = None
+    namespace: Text | None = None
     arguments: Text | None = None
     output: JoinedText | None = None
     summary: JoinedText | None = None
@@ -148,24 +149,61 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponsesTool(RequestPart):
-    """A function that the model may call. Other tools run at OpenAI, and are rejected.
+@attrs.frozen
+class NamespacedName:
+    """The name of a function in its namespace, None for none, as calls tell them apart."""
 
-    ``strict`` changes nothing, as in `FunctionDefinition`.
+    name: str
+    namespace: str | None = None
+
+    @property
+    def flat(self) -> str:
+        """The name that the model sees, as of vLLM."""
+        return self.name if self.namespace is None else f"{self.namespace}__{self.name}"
+
+
+class ResponsesTool(RequestPart):
+    """A function that the model may call, or a namespace of functions.
+
+    Other tools run at OpenAI, and are rejected. ``strict`` changes nothing, as in
+    `FunctionDefinition`.
     """
 
-    type: Literal["function"]
+    type: Literal["function", "namespace"]
     name: ToolName
     description: Text | None = None
     parameters: Annotated[ObjectSchema, AfterValidator(_bounded)] | None = None
     strict: bool | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
-    def for_chat(self) -> FunctionTool:
-        """The tool of a chat request."""
-        function = FunctionDefinition(
-            name=self.name, description=self.description, parameters=self.parameters
-        )
-        return FunctionTool(type="function", function=function)
+    @model_validator(mode="after")
+    def _check_namespace(self) -> Self:
+        is_namespace = self.type == "namespace"
+        if is_namespace and not self.tools:
+            raise InvalidRequest("a namespace needs tools: functions")
+        if any(tool.type == "namespace" for tool in self.tools or ()):
+            raise InvalidRequest("tools of a namespace must be functions")
+        given = {"tools": self.tools} if not is_namespace else {"parameters": self.parameters}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise InvalidRequest(f"a {self.type} has no {wrong[0]}")
+        return self
+
+    def functions(self) -> Iterable[tuple[NamespacedName, FunctionTool]]:
+        """The tools of a chat request; one of a namespace has its description if it lacks one."""
+        for tool in self.tools or [self]:
+            is_part = tool is not self
+            name = NamespacedName(tool.name, self.name if is_part else None)
+            function = FunctionDefinition(
+                name=name.flat,
+                description=tool.description or self.description,
+                parameters=tool.parameters,
+            )
+            yield name, FunctionTool(type="function", function=function)
+
+    def as_sent(self) -> dict[str, Any]:
+        """The tool as responses repeat it."""
+        nested = {"tools": [tool.as_sent() for tool in self.tools]} if self.tools else {}
+        return self.model_dump(exclude={"tools"}) | nested
 
 
 def _tool_choice(value: Any) -> ToolChoice | None:
@@ -313,16 +351,40 @@ class ResponsesRequest(SamplingFields):
         """Whether the response has the log-probabilities of its text."""
         return "message.output_text.logprobs" in (self.include or ())
 
+    @property
+    def function_names(self) -> dict[str, NamespacedName]:
+        """The names of the tools, by those that the model sees."""
+        names = (name for tool in self.tools or () for name, _ in tool.functions())
+        return {name.flat: name for name in names}
+
+    def _chosen_tool(self) -> ToolChoice | None:
+        """The choice with the name that the model sees, which clients may leave to the namespace.
+
+        Raises `InvalidRequest` for a name that several namespaces have.
+        """
+        choice, names = self.tool_choice, self.function_names
+        if choice is None or choice.name is None or choice.name in names:
+            return choice
+        flat = [flat for flat, name in names.items() if name.name == choice.name]
+        if len(flat) > 1:
+            raise InvalidRequest(
+                f"tool_choice names {choice.name!r}, which several namespaces have: name one of "
+                f"{', '.join(flat)}",
+                "tool_choice",
+            )
+        return ToolChoice(choice.mode, flat[0]) if flat else choice
+
     def chat(self) -> ChatCompletionRequest:
         """This request as a chat request. Raises `InvalidRequest`."""
         text_format = self.text.format if self.text else None
+        functions = [function for tool in self.tools or () for _, function in tool.functions()]
         return chat_request(
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.has_logprobs or None,
             top_logprobs=self.top_logprobs,
-            tools=None if self.tools is None else [tool.for_chat() for tool in self.tools],
-            tool_choice=self.tool_choice,
+            tools=None if self.tools is None else functions,
+            tool_choice=self._chosen_tool(),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=None if text_format is None else text_format.for_chat(),
             stream=self.stream,
@@ -355,7 +417,8 @@ def _messages_of(items: Iterable[InputItem]) -> Iterable[ChatMessage]:
             yield _assistant(answer)
             answer = {}
         if item.type == "function_call":
-            function = CalledFunction(name=item.name or "", arguments=item.arguments or "{}")
+            name = NamespacedName(item.name or "", item.namespace).flat
+            function = CalledFunction(name=name, arguments=item.arguments or "{}")
             answer.setdefault("tool_calls", []).append(
                 EarlierCall(id=item.call_id, function=function)
             )
@@ -417,12 +480,16 @@ class ReasoningItem(BaseModel):
 
 
 class FunctionCallItem(BaseModel):
-    """A tool call. ``arguments`` is JSON as the model wrote it."""
+    """A tool call. ``arguments`` is JSON as the model wrote it.
+
+    ``namespace``: that of the tool, if it has one.
+    """
 
     id: str
     type: Literal["function_call"] = "function_call"
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     status: ItemStatus
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from trencadis.server.api.responses import (
     IncompleteDetails,
     InputTokensDetails,
     ItemStatus,
+    NamespacedName,
     OutputItem,
     OutputMessage,
     OutputText,
@@ -147,6 +148,7 @@ class ResponsesWriter(ResponseWriter):
         plan = prompts[0].answer or AnswerPlan()
         self.usage: ReasoningUsage = ReasoningUsage.of(prompts)
         self._plan = plan
+        self._names = body.function_names
         self._answer = AnswerBlocks(plan)
         self._num_events = 0
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
@@ -238,7 +240,7 @@ class ResponsesWriter(ResponseWriter):
         if block.kind != "call":
             within["content_index"] = 0
         if isinstance(change, BlockBegin):
-            item = _item(block, "", "in_progress").model_dump()
+            item = self._written(block, "", "in_progress").model_dump()
             if block.kind != "call":
                 item["content"] = []
             yield self._event("response.output_item.added", **at, item=item)
@@ -257,7 +259,8 @@ class ResponsesWriter(ResponseWriter):
     ) -> Iterator[str]:
         name = f"response.{_TEXT_EVENTS[block.kind]}.done"
         if block.kind == "call":
-            yield self._event(name, **within, name=block.name, arguments=block.text)
+            called = self._names.get(block.name, NamespacedName(block.name))
+            yield self._event(name, **within, name=called.name, arguments=block.text)
         else:
             logprobs = self._logprobs.get(block.index, [])
             extra: dict[str, Any] = {"logprobs": logprobs} if block.kind == "text" else {}
@@ -287,7 +290,30 @@ class ResponsesWriter(ResponseWriter):
         ]
 
     def _item(self, block: Block, status: ItemStatus) -> OutputItem:
-        return _item(block, block.text, status, self._logprobs.get(block.index, ()))
+        return self._written(block, block.text, status, self._logprobs.get(block.index, ()))
+
+    def _written(
+        self,
+        block: Block,
+        text: str,
+        status: ItemStatus,
+        logprobs: Sequence[dict[str, Any]] = (),
+    ) -> OutputItem:
+        item_id = _item_id(block)
+        if block.kind == "text":
+            part = OutputText(text=text, logprobs=list(logprobs))
+            return OutputMessage(id=item_id, status=status, content=[part])
+        if block.kind == "reasoning":
+            return ReasoningItem(id=item_id, status=status, content=[ReasoningText(text=text)])
+        called = self._names.get(block.name, NamespacedName(block.name))
+        return FunctionCallItem(
+            id=item_id,
+            call_id=block.call_id,
+            name=called.name,
+            namespace=called.namespace,
+            arguments=text,
+            status=status,
+        )
 
     def _status_of(self, block: Block, reason: FinishReason | None) -> ItemStatus:
         """The status of a block that has ended, in the delta with this finish reason."""
@@ -352,8 +378,8 @@ def response_object(
         store=is_stored,
         temperature=params.temperature,
         text={"format": as_sent},
-        tool_choice=_tool_choice(chat),
-        tools=[tool.model_dump() for tool in body.tools or ()],
+        tool_choice=_tool_choice(chat, body.function_names),
+        tools=[tool.as_sent() for tool in body.tools or ()],
         top_p=params.top_p,
     )
 
@@ -378,23 +404,13 @@ def _part(
     return ReasoningText(text=text)
 
 
-def _item(
-    block: Block, text: str, status: ItemStatus, logprobs: Sequence[dict[str, Any]] = ()
-) -> OutputItem:
-    item_id = _item_id(block)
-    if block.kind == "text":
-        part = OutputText(text=text, logprobs=list(logprobs))
-        return OutputMessage(id=item_id, status=status, content=[part])
-    if block.kind == "reasoning":
-        return ReasoningItem(id=item_id, status=status, content=[ReasoningText(text=text)])
-    return FunctionCallItem(
-        id=item_id, call_id=block.call_id, name=block.name, arguments=text, status=status
-    )
-
-
-def _tool_choice(request: ChatCompletionRequest) -> str | dict[str, Any]:
+def _tool_choice(
+    request: ChatCompletionRequest, names: Mapping[str, NamespacedName]
+) -> str | dict[str, Any]:
     """The choice of tools; OpenAI's default without tools is "auto"."""
     if not request.tools:
         return "auto" if request.tool_choice is None else request.tool_choice.mode
     choice = request.choice_of_tools
-    return choice.mode if choice.name is None else {"type": "function", "name": choice.name}
+    if choice.name is None:
+        return choice.mode
+    return {"type": "function", "name": names[choice.name].name}
