@@ -86,6 +86,31 @@ async def test_documents_are_ranked_by_their_scores(client, path):
     assert len((await client.post(path, json=fields)).json()["results"]) == 3
 
 
+async def test_items_are_documents_by_another_name(client):
+    answer = await client.post("/v1/score", json={"queries": "q", "items": ["aa", "b"]})
+    assert [each["score"] for each in answer.json()["data"]] == pytest.approx([sigmoid(2), 0.5])
+    for fields in ({"items": ["a"]}, {"queries": "q", "items": ["a"], "documents": ["a"]}):
+        await refusal(client, "/v1/score", **fields)
+
+
+@pytest.mark.parametrize("reads_both", [True, False])
+async def test_the_beginnings_of_documents_are_read_where_the_client_wants_it(
+    client, engine, reads_both
+):
+    """The answer has the whole documents."""
+    if not reads_both:
+        become(engine, scoring=None, embedding_size=32)
+    fields = {"query": "q", "documents": ["abcdef", "né"], "max_tokens_per_doc": 2}
+    answer = (await client.post("/v1/rerank", json=fields)).json()
+    assert {each["document"]["text"] for each in answer["results"]} == {"abcdef", "né"}
+    read = ["q?ab!", "q?n!"] if reads_both else ["q", "ab", "n"]
+    assert prompts(engine) == read
+    await client.post("/v1/rerank", json=fields | {"max_tokens_per_doc": 0})
+    assert prompts(engine)[len(read)] == ("q?abcdef!" if reads_both else "q")
+    error = await refusal(client, "/v1/rerank", **fields | {"max_tokens_per_doc": -5})
+    assert error["message"].startswith("max_tokens_per_doc must be a non-negative integer")
+
+
 async def test_without_activation_scores_are_logits(client, engine):
     fields = {"text_1": "q", "text_2": ["aaa", "b"]}
     for activation, wanted in ((None, sigmoid(3)), (True, sigmoid(3)), (False, 3)):
@@ -178,7 +203,7 @@ async def test_pairs_that_take_long_to_render_are_answered(client, engine):
             "chat_template_kwargs",
         ),
         ({"query": "q", "documents": ["a"], "use_activation": "no"}, "use_activation"),
-        ({"query": "q", "documents": ["a"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
+        ({"query": "q", "documents": ["a"], "max_tokens_per_doc": -5}, "max_tokens_per_doc"),
     ],
 )
 async def test_what_cannot_be_ranked_is_refused_by_name(client, engine, fields, param):

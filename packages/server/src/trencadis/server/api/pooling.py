@@ -27,7 +27,12 @@ from trencadis.server.api.unsupported_fields import UNSUPPORTED_POOLING, refuse_
 MAX_INPUTS = 2048
 """Most inputs of one request: the OpenAI API's limit."""
 
-_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+_PAIRS = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
 """The names that vLLM has given to the two sides of a score."""
 
 
@@ -319,13 +324,15 @@ class ScoreRequest(PairRequest):
     text_2: Texts | None = None
     queries: Texts | None = None
     documents: Texts | None = None
+    items: Texts | None = None
     data_1: Texts | None = None
     data_2: Texts | None = None
     _names: tuple[str, str] = PrivateAttr(default=_PAIRS[0])
 
     @model_validator(mode="after")
     def _check_pair(self) -> Self:
-        given = [name for pair in _PAIRS for name in pair if getattr(self, name) is not None]
+        names = dict.fromkeys(name for pair in _PAIRS for name in pair)
+        given = [name for name in names if getattr(self, name) is not None]
         if tuple(given) not in _PAIRS:
             listed = ", or ".join(" and ".join(pair) for pair in _PAIRS)
             raise InvalidRequest(f"a score needs {listed}", given[0] if given else "text_1")
@@ -376,6 +383,25 @@ class RerankRequest(PairRequest):
     return_documents: bool | None = Field(
         default=None, description="Whether results repeat their documents; the default is true."
     )
+
+    max_tokens_per_doc: int | None = Field(
+        default=None,
+        le=2**31 - 1,
+        description="Of each document so many first tokens are read; 0: all, the default.",
+    )
+
+    @model_validator(mode="after")
+    def _check_tokens_per_document(self) -> Self:
+        if self.max_tokens_per_doc is not None and self.max_tokens_per_doc < 0:
+            raise InvalidRequest(
+                f"max_tokens_per_doc must be a non-negative integer, got {self.max_tokens_per_doc}",
+                "max_tokens_per_doc",
+            )
+        return self
+
+    def with_documents(self, texts: list[str]) -> RerankRequest:
+        """This request with other texts in place of its documents."""
+        return self.model_copy(update={"documents": texts})
 
     def pairs(self) -> dict[str, tuple[str, str]]:
         """As above."""

@@ -70,7 +70,6 @@ UNSUPPORTED_POOLING: dict[str, tuple[Any, ...]] = {
     "input_type": _NULL_ONLY,
     "late_chunking": (False,),
     "max_chunks_per_doc": _NULL_ONLY,
-    "max_tokens_per_doc": _NULL_ONLY,
     "normalized": (True,),
     "rank_fields": ([],),
     "task": _NULL_ONLY,

@@ -213,6 +213,22 @@ class PromptEncoder:
             _check(token_ids, field, model)
         return encoded
 
+    async def beginnings(
+        self, texts: Sequence[str], max_tokens: int, model: ServedModel, client: str = ""
+    ) -> list[str]:
+        """The texts, each cut after its first ``max_tokens`` tokens."""
+        tokenizer = model.tokenizer
+
+        def cut(text: str) -> str:
+            part = _part(text, max_tokens, tokenizer.min_num_tokens)
+            token_ids = tokenizer.encode(part, False)
+            if len(token_ids) <= max_tokens:
+                return part
+            return tokenizer.decode(token_ids[:max_tokens]).rstrip("\ufffd")  # half a character
+
+        thread = self._long if sum(map(len, texts)) > _LONG else self._short
+        return await self._run(lambda: [cut(text) for text in texts], thread, client)
+
     async def pairs(
         self,
         pairs: Mapping[str, tuple[str, str]],

@@ -169,11 +169,16 @@ async def _respond_to_pairs(
 
     async def answer(model: ServedModel, sender: Sender) -> Response:
         name = _new_id(request)
+        read: PairRequest = request
+        if isinstance(request, RerankRequest) and request.max_tokens_per_doc:
+            limit, encoder = request.max_tokens_per_doc, context.encoder
+            texts = await encoder.beginnings(request.documents, limit, model, sender.client)
+            read = request.with_documents(texts)
         if model.scoring is not None:
-            found = await _score(context, request, model, model.scoring, sender, name)
+            found = await _score(context, read, model, model.scoring, sender, name)
             scores = [score.score for score in found]
             return write(name, model.name, scores, _usage(found))
-        embeddings = await _embed(context, request, model, sender, name)
+        embeddings = await _embed(context, read, model, sender, name)
         return write(name, model.name, cosines(embeddings), _usage(embeddings))
 
     return await with_model(context, http_request, request, answer, wants_embeddings=True)
