@@ -201,6 +201,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine.devices.hpu": [
         {"bridge", "kernels"},
+        {"cached_rows"},
         {"attention", "experts", "fp8_linear"},
         {"kernel_trials"},
         {"device"},

@@ -424,19 +424,20 @@ def test_software_is_told_by_its_version(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "status", "in_fp8"),
+    ("wrong", "status", "rounds"),
     [
-        (set(), Status.OK, False),
-        ({0, 3, 4, 15}, Status.OK, False),
-        (set(range(7)), Status.DIFFERS, False),
-        (set(range(16)), Status.OK, True),
+        (set(), Status.OK, ""),
+        ({0, 3, 4, 15}, Status.OK, ""),
+        (set(range(7)), Status.DIFFERS, ""),
+        (set(range(16)), Status.OK, "inputs"),
+        (set(range(16)), Status.OK, "cache"),
     ],
 )
-def test_each_position_of_an_answer_is_compared_on_its_own(wrong, status, in_fp8):
+def test_each_position_of_an_answer_is_compared_on_its_own(wrong, status, rounds):
     class Served:
         """Gives tokens that differ from the reference at some positions of the first prompt."""
 
-        rounds_inputs = in_fp8
+        rounds_inputs, rounds_cache = rounds == "inputs", rounds == "cache"
 
         def answers(self, requests):
             return [
@@ -458,8 +459,10 @@ def test_each_position_of_an_answer_is_compared_on_its_own(wrong, status, in_fp8
 
 
 def test_a_step_is_predicted_for_a_device_that_the_simulator_knows(model):
-    def predicted(product="Intel(R) GAUDI3", dtype="bfloat16", captured=True, compiled=False):
-        spec, modes = inspect_model(str(model)), {"captured": captured, "compiled": compiled}
+    def predicted(
+        product="Intel(R) GAUDI3", dtype="bfloat16", captured=True, compiled=False, **modes
+    ):
+        spec, modes = inspect_model(str(model)), dict(captured=captured, compiled=compiled, **modes)
         return predicted_step(spec, dtype, product, 128, (8, 8), **modes)
 
     step = predicted()
@@ -474,6 +477,8 @@ def test_a_step_is_predicted_for_a_device_that_the_simulator_knows(model):
         2 + END_PROGRAMS + SAMPLER_PROGRAMS,
     )
     assert predicted(dtype="float32").milliseconds > step.milliseconds
+    for in_8_bits in ("in_fp8", "cache_in_8_bits"):
+        assert predicted(**{in_8_bits: True}).milliseconds < step.milliseconds
     assert predicted("TPU v7") == "the simulator knows no TPU v7"
 
 

@@ -557,12 +557,34 @@ def test_products_of_fp8_have_one_type_and_scales_of_rows_in_two_dimensions(eage
         product(steps, steps, scales.bfloat16())
 
 
+def test_fp8_is_read_as_fp32_or_bf16(eager_gaudi):
+    ops, e4m3 = torch.ops.hpu, torch.float8_e4m3fn
+    rows = torch.tensor([1.0, 1.06, 500.0], device=DEVICE)
+    steps, _ = ops.cast_to_fp8_v2(rows, 2.0, False, False, e4m3)
+    assert ops.cast_from_fp8(steps, 0.5, torch.bfloat16).tolist() == [1.0, 1.0, 224.0]
+    with pytest.raises(RuntimeError, match="output dtype must be equal to float or bfloat16"):
+        ops.cast_from_fp8(steps, 0.5, torch.float16)
+    with pytest.raises(RuntimeError, match=r"cast_from_fp8: torch\.float32"):
+        ops.cast_from_fp8(rows, 0.5, torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_rows_of_fp8_are_copied_and_selected(stand_in, mode):
+    with stand_in(mode):
+        held = torch.zeros(4, 2, dtype=torch.float8_e4m3fn, device=DEVICE)
+        rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to(torch.float8_e4m3fn).to(DEVICE)
+        held.index_copy_(0, torch.tensor([3, 1]).to(DEVICE), rows)
+        found = held.index_select(0, torch.tensor([0, 1, 3]).to(DEVICE)).cpu()
+        assert found.float().tolist() == [[0, 0], [3, 4], [1, 2]]
+
+
 @pytest.mark.parametrize(("name", "is_number"), [("GAUDI2", False), ("GAUDI3", True)])
 def test_a_gaudi_2_has_no_numbers_beyond_240(eager_gaudi, monkeypatch, name, is_number):
     monkeypatch.setenv("GAUDI_STANDIN_NAME", name)
     large = torch.full((1, 1), 256.0).to(torch.float8_e4m3fn).to(DEVICE)
     product = torch.ops.hpu.fp8_gemm_v2(large, False, large, True, None, torch.float32)
-    assert product.isfinite().item() is is_number
+    read = torch.ops.hpu.cast_from_fp8(large, 1.0, torch.bfloat16)
+    assert product.isfinite().item() is read.isfinite().item() is is_number
 
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])

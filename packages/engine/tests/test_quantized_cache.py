@@ -207,6 +207,19 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[tuple[int, ..
     return [[tuple(one.token_ids) for one in answer.completions] for answer in answers]
 
 
+def prompt_logprobs(model: Path, **changes: Any) -> torch.Tensor:
+    """Those of all tokens of `PROMPTS` but the first of each."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    return torch.tensor(
+        [
+            position.chosen.logprob
+            for answer in serve(model, **changes).generate(PROMPTS, params)
+            for position in answer.prompt_logprobs or ()
+            if position is not None
+        ]
+    )
+
+
 @pytest.mark.parametrize("name", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_tokens_are_the_same_whatever_moves_the_blocks(tiny_model: Path, name: str) -> None:
     expected = tokens(serve(tiny_model, kv_cache_dtype=name))
@@ -239,20 +252,9 @@ def test_windows_sinks_and_other_widths_are_near_a_cache_of_the_models_dtype(
     family: str, tmp_path: Path, add_tokenizer: Callable[[Path], None]
 ) -> None:
     add_tokenizer(save_family(family, tmp_path))
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    found = []
-    for changes in ({}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int8"}):
-        cut = {"max_num_batched_tokens": 12} if len(found) == 2 else {}
-        answers = serve(tmp_path, **changes, **cut).generate(PROMPTS, params)
-        found.append(
-            [
-                position.chosen.logprob
-                for answer in answers
-                for position in answer.prompt_logprobs or ()
-                if position is not None
-            ]
-        )
-    plain, whole, cut_up = map(torch.tensor, found)
+    plain = prompt_logprobs(tmp_path)
+    whole = prompt_logprobs(tmp_path, kv_cache_dtype="int8")
+    cut_up = prompt_logprobs(tmp_path, kv_cache_dtype="int8", max_num_batched_tokens=12)
     assert not torch.equal(plain, whole)
     assert (plain - whole).abs().mean() < 0.05 * plain.abs().mean()
     torch.testing.assert_close(cut_up, whole, atol=1e-2, rtol=1e-2)

@@ -7,7 +7,7 @@ habana_frameworks/torch/hpex/kernels/RotaryPosEmbeddingHelper.py:107`` (rotary_p
 ``vllm_gaudi/extension/ops.py:142-144``, which uses it from 1.22.0.494 on Gaudi 3
 (``extension/features.py:86-89``). ``mixture_of_experts`` here is its overload ``fused_weights``
 (``habana_kernels/kernels_register.cpp:2468``). FP8: ``habana_eager/
-eager_custom_op_register.cpp:2150, 2167``, ``hpu_ops/backend/fp8_ops.cpp``.
+eager_custom_op_register.cpp:2146-2167``, ``hpu_ops/backend/fp8_ops.cpp``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ _SCHEMAS = (
     "SymInt batch_size, SymInt[] out_shape) -> Tensor",
     "cast_to_fp8_v2(Tensor input, Tensor? scale=None, bool stochastic_rounding=False, "
     "bool is_amax=False, ScalarType dtype=None, int[]? scale_shape=None) -> (Tensor, Tensor)",
+    "cast_to_fp8_v2.scalar(Tensor input, float scale, bool stochastic_rounding=False, "
+    "bool is_amax=False, ScalarType dtype=None, int[]? scale_shape=None) -> (Tensor, Tensor)",
+    "cast_from_fp8(Tensor input, Tensor? scale, ScalarType out_dtype, int[]? scale_shape=None) "
+    "-> Tensor",
+    "cast_from_fp8.scalar(Tensor input, float scale, ScalarType out_dtype, "
+    "int[]? scale_shape=None) -> Tensor",
     "fp8_gemm_v2(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, ScalarType out_dtype, "
     "Tensor? A_scale_inv=None, Tensor? B_scale_inv=None, Tensor? bias=None, bool accumulate=False, "
     "int[]? B_scale_shape=None) -> Tensor",
@@ -45,7 +51,8 @@ def register() -> torch.library.Library:
     for schema in _SCHEMAS:
         name = schema.partition("(")[0]
         library.define(schema)
-        library.impl(name, globals()[f"_{name}"], "CompositeExplicitAutograd")
+        function = globals()[f"_{name.partition('.')[0]}"]
+        library.impl(name, function, "CompositeExplicitAutograd")
     return library
 
 
@@ -150,22 +157,43 @@ def _mixture_of_experts(
 
 def _cast_to_fp8_v2(
     input: torch.Tensor,
-    scale: torch.Tensor | None = None,
+    scale: torch.Tensor | float | None = None,
     stochastic_rounding: bool = False,
     is_amax: bool = False,
     dtype: torch.dtype | None = None,
     scale_shape: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # fp8_ops.cpp:200-213; the product is one of the input's dtype: tests/pytest_working/any_mode/
-    # test_hpu_fp8_ops_any_mode.py:86. Numbers beyond the largest one become that.
+    # test_hpu_fp8_ops_any_mode.py:86. Numbers beyond the largest one become that: 221-242 there.
     if input.dtype not in (torch.float32, torch.bfloat16):
         raise RuntimeError("CastToFp8V2 input dtype must be one of [float, bfloat16, ...]")
     if stochastic_rounding or is_amax or scale_shape is not None or dtype is None:
         raise NotImplementedError("the stand-in rounds to the nearest, without amax")
     largest = _largest_fp8(dtype)
-    wide = input if scale is None else input * scale.to(input.dtype)
+    wide = input if scale is None else input * _in(input.dtype, scale)
     empty = torch.empty(0, dtype=torch.float32, device=input.device)
     return wide.float().clamp(-largest, largest).to(dtype), empty
+
+
+def _cast_from_fp8(
+    input: torch.Tensor,
+    scale: torch.Tensor | float | None,
+    out_dtype: torch.dtype,
+    scale_shape: list[int] | None = None,
+) -> torch.Tensor:
+    # fp8_ops.cpp:265-300; the product is one of the result's dtype, as for ``cast_to_fp8_v2``.
+    if out_dtype not in (torch.float32, torch.bfloat16):
+        raise RuntimeError("CastFromFp8 output dtype must be equal to float or bfloat16.")
+    if input.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise RuntimeError(f"cast_from_fp8: {input.dtype}")
+    if scale_shape is not None:
+        raise NotImplementedError("the stand-in has one scale")
+    read = _as_read(input).to(out_dtype)
+    return read if scale is None else read * _in(out_dtype, scale)
+
+
+def _in(dtype: torch.dtype, scale: torch.Tensor | float) -> torch.Tensor:
+    return torch.as_tensor(scale).to(dtype)
 
 
 def _largest_fp8(dtype: torch.dtype) -> float:

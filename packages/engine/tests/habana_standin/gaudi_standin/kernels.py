@@ -111,11 +111,26 @@ def kernel_for(func: Callable[..., Any], values: list[Any], *, lazy: bool) -> Ca
     of several entries with one index, one alone is kept (``habana_kernels/lazy_kernels.cpp:
     3006-3014``, ``habana_kernels/index_kernels.cpp:501-607``).
     """
+    if func is aten.index_copy_.default and values[0].itemsize == 1:
+        return index_copy_
     if func in _INDEX_ADD and lazy:
         target, dim, index = values[:3]
         if index.numel() <= (target.shape[dim] if target.dim() else 1):
             return _index_add_ if func is aten.index_add_.default else _index_add
     return func
+
+
+def index_copy_(
+    target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
+) -> torch.Tensor:
+    """``index_copy_`` of bytes: PyTorch has none of 8-bit floats on a CPU.
+
+    The device has (``tests/pytest_working/any_mode/test_hpu_index_copy.py:25``).
+    """
+    if source.dtype != target.dtype:
+        raise RuntimeError(f"index_copy_(): {target.dtype} and {source.dtype}")
+    target.view(torch.uint8).index_copy_(dim, index, source.view(torch.uint8))
+    return target
 
 
 def _index_add(

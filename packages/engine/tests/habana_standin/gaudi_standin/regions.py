@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gaudi_standin.collectives import WAIT, is_collective
-from gaudi_standin.kernels import name_of
+from gaudi_standin.kernels import index_copy_, name_of
 from gaudi_standin.program import garbage_like
 from gaudi_standin.rules import PlacementViolation, ScriptViolation
 from gaudi_standin.shared_layer import decompositions, has_no_kernel, why_left_out
@@ -91,7 +91,7 @@ class Region:
             node for node in _operations(graph) if _computes(node) or node in outside_recipes
         ]
         _check_script(graph, {node.name for node in outside_recipes})
-        return cls(
+        region = cls(
             graph,
             (graph.code, *(f"{tuple(x.shape)} {x.stride()} {x.dtype}" for x in inputs)),
             _num_recipes(operations, outside_recipes),
@@ -101,6 +101,11 @@ class Region:
             Counter(name_of(node.target) for node in outside if has_no_kernel(node)),
             sum(node.target is not WAIT for node in between),
         )
+        for node in graph.graph.find_nodes(op="call_function", target=aten.index_copy_.default):
+            if node.meta["val"].itemsize == 1:
+                node.target = index_copy_
+        graph.recompile()
+        return region
 
 
 def _functionalised(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -26,6 +26,7 @@ _SUPPORTED = frozenset(
     {
         *("_to_copy", "_unsafe_view", "alias", "as_strided", "clamp", "clone", "copy", "copy_"),
         *(
+            "cast_from_fp8",
             "cast_to_fp8_v2",
             "fp8_gemm_v2",
             "full",

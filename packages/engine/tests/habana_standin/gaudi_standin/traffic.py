@@ -28,6 +28,9 @@ _ROWS_WRITTEN = frozenset({"index_copy_", "index_put_", "scatter_"})
 
 _WITHOUT_INPUT = frozenset({"arange", "full", "scalar_tensor"})
 
+_CASTS = frozenset({"_to_copy", "cast_from_fp8"})
+"""Element-wise without the tag (``test_hpu_fp8_ops_any_mode.py:253``: «tpc_fuser behavior»)."""
+
 Tensor = tuple[Hashable, int]
 """Which tensor, and its bytes."""
 
@@ -148,11 +151,7 @@ def _name(func: Any) -> str:
 
 def _is_element_wise(func: Any) -> bool:
     name = _name(func)
-    return (
-        torch.Tag.pointwise in getattr(func, "tags", ())
-        or name in _WITHOUT_INPUT
-        or name == "_to_copy"
-    )
+    return torch.Tag.pointwise in getattr(func, "tags", ()) or name in _WITHOUT_INPUT | _CASTS
 
 
 def _bytes(value: torch.Tensor) -> int:

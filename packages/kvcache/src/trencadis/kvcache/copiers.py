@@ -3,8 +3,8 @@
 A part is the keys or the values of a layer. ``words`` is the device memory of parts,
 ``[parts, num_blocks, n]``, and ``layers`` in its place a tensor of token rows for each,
 ``[num_blocks * block_size, ...]``. ``host`` is the host memory, ``[num_host_blocks, parts, n]``, of
-the same dtype. `trencadis.kvcache.tensors`
-explains these shapes and checks the block ids.
+the same dtype, or bytes for token rows of 8-bit floats. `trencadis.kvcache.tensors` explains these
+shapes and checks the block ids.
 """
 
 from __future__ import annotations
@@ -179,14 +179,15 @@ class RowCopier(StagedCopier):
                 staged = self._gather(self._ids(copy.src for copy in batch))
                 self._swap_stream.record()
                 host_blocks = torch.tensor([copy.dst for copy in batch])
-                self.host.index_copy_(0, host_blocks, staged.cpu())
+                self.host.index_copy_(0, host_blocks, staged.cpu().view(self.host.dtype))
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
         """Copy to the device, a batch in one transfer."""
         with self._swap_stream.after_current():
             for batch in self._batches(copies):
                 host_blocks = torch.tensor([copy.src for copy in batch])
-                staged = self.host.index_select(0, host_blocks).to(self._device)
+                found = self.host.index_select(0, host_blocks)
+                staged = found.view(self._layers[0].dtype).to(self._device)
                 self._scatter(self._ids(copy.dst for copy in batch), staged)
             self._swap_stream.record()
 

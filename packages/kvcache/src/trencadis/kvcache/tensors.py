@@ -202,7 +202,8 @@ class KVCache:
             allocate("num_blocks", self.num_blocks, shape, dtype, self.device)
             for _ in range(num_parts)
         ]
-        words = [_as_words(part) for part in parts]
+        # On Gaudi no views: it copies a tensor whole to change a view of it in place.
+        words = parts if self.device.type == "hpu" else [_as_words(part) for part in parts]
         host = self._host_memory(words[0], num_parts, self.block_size * words[0][0].numel())
         self._copiers.append(RowCopier(words, host, self.block_size))
         return parts
@@ -210,7 +211,10 @@ class KVCache:
     def _host_memory(
         self, words: torch.Tensor, num_parts: int, words_per_block: int
     ) -> torch.Tensor:
-        """The host blocks of some parts, in the dtype of the device's ``words``."""
+        """The host blocks of some parts, in the dtype of the device's ``words``, or in bytes.
+
+        PyTorch's CPU kernels do not take 8-bit floats.
+        """
         shape = (self.num_host_blocks, num_parts, words_per_block)
         # Not on Gaudi: «Pin memory is not supported on HPU» (vllm-gaudi, platform.py).
         pinned = self.device.type == "cuda"
@@ -218,7 +222,7 @@ class KVCache:
             "num_host_blocks",
             self.num_host_blocks,
             shape,
-            words.dtype,
+            torch.uint8 if words.itemsize == 1 else words.dtype,
             torch.device("cpu"),
             pinned=pinned,
             host_memory=self._given_memory,

@@ -109,8 +109,8 @@ class Device(abc.ABC):
     """Whether layers with a state compute padded rows, whose slots are tensors of the batch
     (`StateLayers.use_static_shapes`); otherwise the host knows the rows."""
 
-    kv_cache_dtypes: frozenset[torch.dtype] = frozenset()
-    """Dtypes of codes that its KV cache can have (`quantized_cache`)."""
+    kv_cache_dtypes: frozenset[str] = frozenset()
+    """Values of `EngineConfig.kv_cache_dtype` that it computes beside ``auto``."""
 
     kv_cache_dtype: torch.dtype | None = None
     """That of the KV cache of the model that `optimize` is called with next; None: the model's."""

@@ -38,6 +38,7 @@ KERNELS = (
     "apply_rotary_pos_emb",
     "mixture_of_experts",
     "fp8_gemm_v2",
+    "cast_from_fp8",
     "index_copy_",
     "index_reduce_ amax",
 )

@@ -30,11 +30,14 @@ def predicted_step(
     *,
     captured: bool,
     compiled: bool,
+    in_fp8: bool = False,
+    cache_in_8_bits: bool = False,
 ) -> PredictedStep | str:
     """The time and launches of a step, or why there is no prediction.
 
     ``product`` is the device's own name, ``shape`` the sequences and the KV blocks that are read.
-    ``captured``: graphs are replayed. ``compiled``: forward passes are programs.
+    ``captured``: graphs are replayed. ``compiled``: forward passes are programs. ``in_fp8``: the
+    products of layers are.
     """
     words = re.sub(r"[^a-z0-9]", "", product.lower())
     hardware = next((HARDWARE[name] for name in HARDWARE if name in words), None)
@@ -49,6 +52,7 @@ def predicted_step(
         return "the simulator does not model this architecture"
     width = 4 if dtype == "float32" else 2
     model = attrs.evolve(model, dtype_bytes=width, matrix_dtype_bytes=width, kv_dtype_bytes=width)
+    model = model.quantized(matrices=in_fp8, kv_cache=cache_in_8_bits)
     costs = CostModel(model, hardware, block_size, compiled=compiled)
     bucket, rows = Bucket(("batch", "blocks"), shape), shape[0]
     device_s = costs.device_s(Phase.DECODE, bucket)

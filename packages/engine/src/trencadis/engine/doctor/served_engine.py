@@ -52,6 +52,11 @@ class ServedEngine:
         return self.device.total_memory() - self.device.free_memory()
 
     @property
+    def rounds_cache(self) -> bool:
+        """Whether keys and values are rounded to 8 bits."""
+        return self.config.kv_cache_dtype != "auto"
+
+    @property
     def rounds_inputs(self) -> bool:
         """Whether layers round what they multiply, as a product with weights in FP8 does."""
         form = self.spec.weight_format(self.config.quantization)

@@ -91,6 +91,8 @@ def measure_step(engine: ServedEngine) -> Finding:
         (rows, num_blocks),
         captured=core.stats.num_graphs > 0,
         compiled=each["programs"] > 0,
+        in_fp8=engine.rounds_inputs,
+        cache_in_8_bits=engine.rounds_cache,
     )
     if isinstance(predicted, str):
         return absent(f"{said}; {predicted}", **values)

@@ -52,7 +52,8 @@ _EQUAL = 0.9
 are about as probable."""
 
 _EQUAL_IN_FP8 = 0.7
-"""The same for a device that rounds inputs of layers to E4M3: 4 significant bits of bf16's 8."""
+"""The same for a device that rounds inputs of layers, or keys and values, to E4M3: 4 significant
+bits of bf16's 8."""
 
 
 def reference_tokens(engine: ServedEngine, served: Mapping[str, Any]) -> Finding:
@@ -101,7 +102,7 @@ def compare_tokens(engine: ServedEngine, name: str, reference: Mapping[str, Any]
         )
     total = sum(map(len, expected))
     unequal = num_unequal(engine, prompts, SETTINGS[name], expected)
-    needed = _EQUAL_IN_FP8 if engine.rounds_inputs else _EQUAL
+    needed = _EQUAL_IN_FP8 if engine.rounds_inputs or engine.rounds_cache else _EQUAL
     status = Status.OK if is_near(unequal, total, needed) else Status.DIFFERS
     said = f"{total - unequal} of {total} tokens are those of the CPU"
     return Finding(status, said, values={"equal": total - unequal, "total": total})

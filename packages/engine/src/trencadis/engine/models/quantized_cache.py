@@ -25,8 +25,10 @@ CACHE_DTYPES: Mapping[str, torch.dtype] = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8_per_token_head": torch.int8,
     "fp8_per_token_head": torch.float8_e4m3fn,
+    "fp8_inc": torch.float8_e4m3fn,
 }
-"""Those of `EngineConfig.kv_cache_dtype`, without ``auto``; the last are vLLM's names."""
+"""Those of `EngineConfig.kv_cache_dtype`, without ``auto``; the last are vLLM's names, of which
+``fp8_inc`` is for a Gaudi. Where a cache has token rows (`KVCache`), they have no scales."""
 
 CODES = frozenset(CACHE_DTYPES.values())
 """The dtypes of a cache in 8 bits."""

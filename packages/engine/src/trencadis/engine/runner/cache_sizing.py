@@ -86,7 +86,8 @@ class CacheSizing:
         attends = any(layer.kv_heads for layer in layers)
         shapes: Sequence[LayerShape] = layers if attends else [_COUNTED, *layers[1:]]
         codes = CACHE_DTYPES.get(config.kv_cache_dtype)
-        self._layers = shapes if codes is None else with_scales(shapes)
+        has_scales = codes is not None and not device.attention.token_rows
+        self._layers = with_scales(shapes) if has_scales else shapes
         windows = seen_tokens(layers, max_model_len)
         self.groups = LayerGroups.single(windows)
         if may_have_groups and not self._states:

@@ -489,11 +489,12 @@ class Worker:
         return spec
 
     def _check_cache_dtype(self) -> None:
-        name = self.config.kv_cache_dtype
-        if name != "auto" and CACHE_DTYPES[name] not in self.device.kv_cache_dtypes:
+        name, computed = self.config.kv_cache_dtype, sorted(self.device.kv_cache_dtypes)
+        if name != "auto" and name not in computed:
+            others = f"use {', '.join(computed)}" if computed else "serve on cpu"
             raise ConfigError(
                 f"kv_cache_dtype {name} is not computed on {self.device.name}: leave it out, or "
-                "serve on cpu",
+                f"{others}",
                 "kv_cache_dtype",
             )
 

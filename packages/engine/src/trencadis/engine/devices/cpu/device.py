@@ -78,7 +78,7 @@ class CPUDevice(Device):
     shares_host_memory = True
     lists_programs = True
     collectives = "gloo"
-    kv_cache_dtypes = frozenset(CACHE_DTYPES.values())
+    kv_cache_dtypes = frozenset(CACHE_DTYPES) - {"fp8_inc"}
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
+from trencadis.engine.devices.hpu.cached_rows import CachedRows, as_kept, as_read
 from trencadis.engine.devices.hpu.kernels import Kernels, block_adjustment, prompt_attention
 from trencadis.engine.models.layer_spec import FEATURES, LayerSpec, feature_beyond
 from trencadis.engine.models.paged_context import (
@@ -144,10 +145,16 @@ class RowAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
-        written = _bounded(key[0].transpose(0, 1)), _bounded(value[0].transpose(0, 1))
-        keys = paged.cache.key(layer).index_copy_(0, paged.slots, written[0])
-        values = paged.cache.value(layer).index_copy_(0, paged.slots, written[1])
+        parts = []
+        for held, given in ((paged.cache.key(layer), key), (paged.cache.value(layer), value)):
+            kept = as_kept(_bounded(given[0].transpose(0, 1)), held.dtype)
+            rows = held.index_copy_(0, paged.slots, kept)
+            parts.append((CachedRows(rows, paged.cache.block_size, query.dtype), kept))
+        (keys, new_keys), (values, new_values) = parts
         if isinstance(paged, PromptRows):
+            if keys.is_rounded:  # so that a result does not depend on where the prompt was cut
+                new = (as_read(kept, query.dtype) for kept in (new_keys, new_values))
+                key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in new)
             return self._attend_prompt(query, key, value, keys, values, paged, spec, sinks)
         return self._attend_decode(query, keys, values, paged, spec, sinks)
 
@@ -177,18 +184,18 @@ class RowAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: CachedRows,
+        values: CachedRows,
         paged: PromptRows,
         spec: LayerSpec,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         query, key, value = (_by_sequence(x, paged.batch) for x in (query, key, value))
         if paged.context_blocks is not None:
-            size = paged.cache.block_size
-            key = torch.cat((_gather(keys, paged.context_blocks, size, paged.batch), key), 2)
-            value = torch.cat((_gather(values, paged.context_blocks, size, paged.batch), value), 2)
-        bias = _prompt_bias(paged, spec, query.shape[2], key.shape[2])
+            blocks = paged.context_blocks
+            key = torch.cat((keys.of_sequences(blocks, paged.batch), key), 2)
+            value = torch.cat((values.of_sequences(blocks, paged.batch), value), 2)
+        bias = _prompt_bias(paged, spec, query, key.shape[2])
         if spec.needs_scores and bias is not None:
             out = softmax_attention(query, key, value, bias, spec, sinks)
             return out.transpose(1, 2).reshape(1, -1, query.shape[1], spec.value_width)
@@ -236,8 +243,8 @@ class RowAttention:
     def _attend_decode(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: CachedRows,
+        values: CachedRows,
         paged: DecodeRows,
         spec: LayerSpec,
         sinks: torch.Tensor | None,
@@ -248,7 +255,7 @@ class RowAttention:
         "Online normalizer calculation for softmax", 2018).
         """
         _, heads, batch, size = query.shape
-        kv_heads, block_size = keys.shape[1], paged.cache.block_size
+        kv_heads, value_width = values.held.shape[1:]
         groups = heads // kv_heads
         queries = _bounded(query[0].transpose(0, 1)) * spec.scale
         num_pairs, owners, mapping_of_all = paged.bias.shape[0], paged.owners, paged.mapping
@@ -263,12 +270,11 @@ class RowAttention:
             if n := num_pairs - extra:
                 first = paged.prefix_blocks - n
                 prefix, bias = rows.narrow(0, 0, n), bias_of_all.narrow(0, 0, n)
-                held, weighed = (_in_place(x, first, n, block_size) for x in (keys, values))
+                held, weighed = (x.in_place(first, n) for x in (keys, values))
                 scored.append(_score_blocks(prefix, held, weighed, bias, spec.softcap))
             if paged.extra_blocks is not None:
                 pairs, bias = rows.narrow(0, n, extra), bias_of_all.narrow(0, n, extra)
-                held = _selected(keys, paged.extra_blocks, block_size)
-                weighed = _selected(values, paged.extra_blocks, block_size)
+                held, weighed = (x.selected(paged.extra_blocks) for x in (keys, values))
                 scored.append(_score_blocks(pairs, held, weighed, bias, spec.softcap))
         if shared_bias is not None:
             grouped = queries.view(batch, kv_heads, groups, size)
@@ -279,7 +285,7 @@ class RowAttention:
             one_hot = (own.unsqueeze(1) == own).to(mapping_of_all.dtype)
             mapping_of_all = torch.cat((mapping_of_all, one_hot))
             score = sinks.float().view(1, kv_heads, groups, 1).expand(batch, -1, -1, -1)
-            nothing = score.new_zeros((batch, kv_heads, groups, values.shape[-1]))
+            nothing = score.new_zeros((batch, kv_heads, groups, value_width))
             scored.append((score, torch.ones_like(score), nothing))
         peak, sums, weighted = (
             parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*scored, strict=True)
@@ -288,20 +294,19 @@ class RowAttention:
         factor = combine(peak, sums, owners, mapping_of_all)
         scaled = (weighted * factor).flatten(1).to(mapping_of_all.dtype)
         out = torch.matmul(mapping_of_all.t(), scaled)
-        return out.to(query.dtype).view(1, batch, heads, values.shape[-1])
+        return out.to(query.dtype).view(1, batch, heads, value_width)
 
 
 def _prompt_bias(
-    paged: PromptRows, spec: LayerSpec, num_queries: int, num_keys: int
+    paged: PromptRows, spec: LayerSpec, query: torch.Tensor, num_keys: int
 ) -> torch.Tensor | None:
-    """``[B, 1, Q, L]`` in the model's dtype; None where a causal mask suffices."""
-    bias = paged.bias
+    """``[B, 1, Q, L]`` in the dtype of ``query``; None where a causal mask suffices."""
+    bias, num_queries = paged.bias, query.shape[2]
     limited = paged.positions is not None and spec.is_limited(num_keys)
     if bias is None and (limited or spec.needs_scores):
         tokens = torch.arange(num_queries, device=paged.slots.device)
         causal = torch.where(tokens <= tokens.unsqueeze(1), 0.0, MASKED)
-        key = paged.cache.key(0)
-        bias = causal.to(key.dtype).expand(paged.batch, 1, -1, -1)
+        bias = causal.to(query.dtype).expand(paged.batch, 1, -1, -1)
     if bias is None or paged.positions is None or not limited:
         return bias
     positions = paged.positions.view(paged.batch, num_queries)
@@ -366,8 +371,8 @@ def _parts(num_tokens: int) -> list[tuple[int, int]]:
 
 def _score_shared(
     rows: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: CachedRows,
+    values: CachedRows,
     bias: torch.Tensor,
     softcap: float | None,
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -380,38 +385,16 @@ def _score_shared(
     queries = rows.transpose(0, 1).reshape(kv_heads, batch * group, size)
     scored = []
     for start, count in _parts(bias.shape[1]):
-        held, weighed = (x.narrow(0, start, count).transpose(0, 1) for x in (keys, values))
+        held, weighed = (x.tokens(start, count) for x in (keys, values))
         scores = bounded_scores(torch.matmul(queries, held.transpose(1, 2)).float(), softcap)
         scores = scores.view(kv_heads, batch, group, count) + bias.narrow(1, start, count)[:, None]
         peak = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - peak)
-        products = weights.view(kv_heads, batch * group, count).to(values.dtype)
+        products = weights.view(kv_heads, batch * group, count).to(weighed.dtype)
         weighted = torch.matmul(products, weighed).float().view(kv_heads, batch, group, -1)
         sums = weights.sum(-1, keepdim=True)
         scored.append((peak.transpose(0, 1), sums.transpose(0, 1), weighted.transpose(0, 1)))
     return scored
-
-
-def _in_place(rows: torch.Tensor, first: int, num_blocks: int, block_size: int) -> torch.Tensor:
-    """Blocks of a cache that follow each other as ``[num_blocks, K, S, D]``, without a copy."""
-    held = rows.narrow(0, first * block_size, num_blocks * block_size)
-    return _blocks(held, block_size).transpose(1, 2)
-
-
-def _selected(rows: torch.Tensor, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
-    """These blocks of a cache as ``[len(blocks), K, S, D]``."""
-    return _blocks(rows, block_size).index_select(0, blocks).transpose(1, 2)
-
-
-def _gather(rows: torch.Tensor, blocks: torch.Tensor, block_size: int, batch: int) -> torch.Tensor:
-    """Blocks ``[B * C]`` of a cache as ``[B, K, C * S, D]``."""
-    found = _blocks(rows, block_size).index_select(0, blocks)
-    return found.reshape(batch, -1, *rows.shape[1:]).transpose(1, 2)
-
-
-def _blocks(rows: torch.Tensor, block_size: int) -> torch.Tensor:
-    """``[blocks * S, K, D]`` as ``[blocks, S, K, D]``."""
-    return rows.view(-1, block_size, *rows.shape[1:])
 
 
 def _by_sequence(flat: torch.Tensor, batch: int) -> torch.Tensor:

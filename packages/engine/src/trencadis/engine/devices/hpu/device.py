@@ -21,6 +21,7 @@ from torch import fx, nn
 from trencadis.engine.devices.device import Device, Graph, PendingCopy
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.devices.hpu.bridge import LAZY_COLLECTIVES, LAZY_MODE, load_bridge
+from trencadis.engine.devices.hpu.cached_rows import check_kernels
 from trencadis.engine.devices.hpu.experts import use_static_experts
 from trencadis.engine.devices.hpu.fp8_linear import use_fp8_products
 from trencadis.engine.devices.hpu.kernel_trials import kernel_trials
@@ -60,6 +61,7 @@ class HPUDevice(Device):
     compiles_forward = True
     counts_missing = True
     static_states = True
+    kv_cache_dtypes = frozenset({"fp8", "fp8_inc", "fp8_e4m3", "fp8_e5m2"})
     collectives = "hccl"
     temperature_source = "hlml"
 
@@ -189,6 +191,8 @@ class HPUDevice(Device):
         dtype = next(model.parameters()).dtype
         is_gaudi2 = self.product_name() == "GAUDI2"
         use_fp8_products(model, self.torch_device, dtype, is_gaudi2=is_gaudi2)
+        if self.kv_cache_dtype is not None:
+            check_kernels(self.torch_device, dtype, self.kv_cache_dtype)
         if (states := state_layers_of(model)) is not None:
             states.use_static_shapes()
         kernels = use_fused_kernels(model, self.torch_device, self._softmax_mode)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from trencadis.engine.devices.hpu.cached_rows import cache_trial
 from trencadis.engine.devices.hpu.experts import ExpertSizes, experts_trial, num_chosen
 from trencadis.engine.devices.hpu.fp8_linear import fp8_trial
 from trencadis.engine.devices.hpu.kernels import (
@@ -72,6 +73,10 @@ def kernel_trials(
         _find_operation("fp8_gemm_v2")
         return fp8_trial(device, dtype, outputs=text.hidden_size, inputs=text.hidden_size)
 
+    def cache() -> tuple[torch.Tensor, torch.Tensor]:
+        _find_operation("cast_from_fp8")
+        return cache_trial(device, dtype, kv_heads=kv_heads, width=width)
+
     layer_of_experts = next((layer for layer in spec.layers if layer.experts), None)
     return {
         "FusedSDPA": attention,
@@ -81,6 +86,7 @@ def kernel_trials(
         "apply_rotary_pos_emb": rotary,
         "mixture_of_experts": experts,
         "fp8_gemm_v2": products,
+        "cast_from_fp8": cache,
         "index_copy_": lambda: _index_copy(kv_heads, width, dtype, device),
         "index_reduce_ amax": lambda: _index_reduce(heads, device),
     }

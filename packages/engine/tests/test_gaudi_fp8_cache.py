@@ -1,0 +1,282 @@
+"""A KV cache of FP8 on a simulated Gaudi."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from model_families import save_family
+from request_mix import finish
+from test_quantized_cache import prompt_logprobs
+from test_shared_prefix import config_of as config_of_shared
+from test_shared_prefix import serve as serve_shared
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from trencadis.bucketing import AxisConfig, BucketingConfig
+from trencadis.engine import ConfigError, EngineConfig, EngineCore, GenerateRequest, SamplingParams
+from trencadis.engine.core.config_payload import config_payload
+from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.devices import HPUDevice
+from trencadis.engine.devices.hpu import cached_rows
+from trencadis.engine.devices.hpu.cached_rows import as_kept, as_read
+from trencadis.kvcache import DefragConfig
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+PROMPTS = {"a": tuple(range(1, 41)), "b": (7,), "c": tuple(range(100, 117))}
+LARGEST = {torch.float8_e4m3fn: 240.0, torch.float8_e5m2: 57344.0}
+NAMES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+modes = pytest.mark.parametrize("mode", ["lazy", "eager"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, make_tiny_model: Any) -> Path:
+    """With values of which some are beyond the largest number of E4M3."""
+    made = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path_factory.mktemp("plain")))
+    for layer in made.model.layers:
+        layer.self_attn.v_proj.weight.data *= 20
+        layer.self_attn.o_proj.weight.data /= 20
+    directory: Path = tmp_path_factory.mktemp("model")
+    made.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def gaudi(stand_in: Any, mode: str) -> Iterator[Any]:
+    with stand_in(mode) as bridge:
+        yield bridge
+
+
+def config_of(model: Path, **settings: Any) -> EngineConfig:
+    sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 8}
+    few = BucketingConfig(
+        prompt_batch=AxisConfig(min=1, step=1, max=1),
+        prompt_query=AxisConfig(min=16, step=48, max=64),
+        prompt_context=AxisConfig(min=0, step=8, max=8),
+        decode_batch=AxisConfig(min=4, step=4, max=4),
+        decode_blocks=AxisConfig(min=32, step=32, max=32),
+    )
+    given = {"kv_cache_dtype": "fp8", "dtype": "float32", "num_blocks": 33, "bucketing": few}
+    device = {"device": "hpu"}
+    return EngineConfig(model=str(model), **{**sizes, **given, **device, **settings})
+
+
+def core_of(model: Path, **settings: Any) -> EngineCore:
+    core = EngineCore(config_of(model, **settings))
+    core.warm_up()
+    return core
+
+
+def served_by(core: EngineCore, **changes: Any) -> dict[str, list[Any]]:
+    for key, prompt in PROMPTS.items():
+        core.add(key, GenerateRequest(prompt, attrs.evolve(GREEDY, **changes)))
+    return finish(core)
+
+
+def tokens_of(core: EngineCore, **changes: Any) -> dict[tuple[str, int], list[int]]:
+    found: dict[tuple[str, int], list[int]] = {}
+    for key, made in served_by(core, **changes).items():
+        for token in made:
+            found.setdefault((key, token.index), []).append(token.token_id)
+    return found
+
+
+def rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return rows.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).to(rows.dtype)
+
+
+@torch.no_grad()
+def largest_error(model: Path, served: dict[str, list[Any]], dtype: torch.dtype | None) -> float:
+    """Between the log-probabilities of the tokens and those of transformers, which rounds keys and
+    values to ``dtype`` before it attends."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            key, value = rounded(key, dtype), rounded(value, dtype)
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register("rounds_its_cache", attend)
+    reference = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="rounds_its_cache"
+    )
+    errors = []
+    for key, tokens in served.items():
+        ids = [*PROMPTS[key], *(token.token_id for token in tokens)]
+        logits = reference(torch.tensor([ids])).logits[0, len(PROMPTS[key]) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        errors += [
+            abs(float(expected[place, token.token_id]) - token.logprobs.chosen.logprob)
+            for place, token in enumerate(tokens)
+        ]
+    return max(errors)
+
+
+@modes
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_and_values_are_rounded_once_and_nothing_else_is(
+    gaudi: Any, model: Path, name: str
+) -> None:
+    core = core_of(model, kv_cache_dtype=name)
+    assert core.executor.worker.cache.key(0).dtype is NAMES[name]
+    before = gaudi.counters.copy()
+    served = served_by(core)
+    assert largest_error(model, served, NAMES[name]) < 0.05 * largest_error(model, served, None)
+    assert core.stats.num_compilations == 0
+    assert core.stats.num_cold_forwards == 0
+    assert gaudi.counters.since(before).fallbacks == 0
+
+
+@modes
+def test_a_step_launches_what_it_did_and_reads_half_as_much_of_the_cache(
+    gaudi: Any, model: Path
+) -> None:
+    """Of a long decode, whose cache has most of the bytes."""
+    steps = {}
+    for name in ("auto", "fp8"):
+        core = core_of(model, kv_cache_dtype=name, dtype="bfloat16")
+        core.add("one", GenerateRequest(PROMPTS["a"], GREEDY))
+        for _ in range(4):
+            before = gaudi.counters.copy()
+            core.step()
+        steps[name] = gaudi.counters.since(before)
+        finish(core)
+    found, as_it_was = steps["fp8"], steps["auto"]
+    for count in ("launches", "uploads", "upload_bytes", "downloads", "syncs", "gathers"):
+        assert getattr(found, count) == getattr(as_it_was, count), count
+    assert found.recipes == found.fallbacks == 0
+    row = 2 * 2 * 2 * 16  # layers, keys and values, heads, width
+    in_prefix, written = 32 * 8 * row, 4 * row  # of a decode of this grid
+    assert as_it_was.read_bytes - found.read_bytes == in_prefix - written
+    assert found.written_bytes == as_it_was.written_bytes
+
+
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+def test_tokens_are_the_same_whatever_moves_the_blocks(gaudi: Any, model: Path) -> None:
+    """Samples that part copy on write, evictions swap, and what is left is defragmented."""
+
+    def served(core: EngineCore) -> dict[tuple[str, int], list[int]]:
+        core.scheduler.costs.prefill_s_per_token = 1.0  # swapping is cheaper, then
+        return tokens_of(core, temperature=0.9, seed=3, n=2)
+
+    expected = served(core_of(model, max_num_seqs=6, warmup="none"))
+    moved = core_of(model, num_blocks=11, num_host_blocks=30, defrag=DefragConfig(threshold=1))
+    for _ in range(2):
+        assert served(moved) == expected
+    stats = moved.stats
+    assert stats.num_swaps > 0
+    assert stats.num_defragmented_blocks > 0
+    assert stats.num_prefix_hit_tokens > 0
+    assert stats.num_compilations == stats.num_cold_forwards == 0
+    in_chunks = core_of(model, max_num_batched_tokens=16, warmup="none")
+    assert served(in_chunks) == expected
+
+
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+def test_shared_blocks_are_scored_once_in_fp8(gaudi: Any, model: Path) -> None:
+    given = {"device": "hpu", "kv_cache_dtype": "fp8"}
+    found, passes = serve_shared(EngineCore(config_of_shared(model, **given)))
+    alone = EngineCore(config_of_shared(model, **given, enable_prefix_caching=False))
+    assert found == serve_shared(alone)[0]
+    assert any(shape.batch == 4 and shape.shared for shape in passes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt-oss", "DeepSeek V3", "Gemma 2"])
+def test_windows_sinks_and_other_widths_are_near_a_cache_of_the_models_type(
+    lazy_gaudi: Any, tmp_path: Path, family: str, add_tokenizer: Any
+) -> None:
+    add_tokenizer(save_family(family, tmp_path))
+    on_gaudi = {"device": "hpu", "max_num_seqs": 4}
+    plain, whole, cut_up = (
+        prompt_logprobs(tmp_path, **on_gaudi, **changes)
+        for changes in (
+            {},
+            {"kv_cache_dtype": "fp8"},
+            {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 12},
+        )
+    )
+    assert not torch.equal(plain, whole)
+    # The CPU's cache has as many bits, and a scale for each token.
+    on_cpu = [prompt_logprobs(tmp_path, kv_cache_dtype=name) for name in ("auto", "fp8")]
+    assert (plain - whole).abs().mean() < 2 * (on_cpu[0] - on_cpu[1]).abs().mean()
+    torch.testing.assert_close(cut_up, whole, atol=1e-2, rtol=1e-2)
+
+
+def test_the_same_memory_has_twice_the_blocks(lazy_gaudi: Any, model: Path) -> None:
+    given = {"num_blocks": None, "kv_cache_memory": 1 << 15, "dtype": "bfloat16"}
+    found = {}
+    for name in ("auto", "fp8"):
+        core = EngineCore(config_of(model, kv_cache_dtype=name, warmup="none", **given))
+        cache = core.executor.worker.cache
+        found[name] = cache.num_blocks, cache.key(0).nbytes // cache.num_blocks
+    (blocks, num_bytes), (rounded_blocks, rounded_bytes) = found["auto"], found["fp8"]
+    assert rounded_bytes * 2 == num_bytes
+    assert rounded_blocks == 2 * blocks
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_per_token_head", "fp8_per_token_head"])
+def test_other_types_are_refused_in_one_line(lazy_gaudi: Any, model: Path, name: str) -> None:
+    message = (
+        f"kv_cache_dtype {name} is not computed on hpu: leave it out, or use fp8, fp8_e4m3, "
+        "fp8_e5m2, fp8_inc"
+    )
+    with pytest.raises(ConfigError) as raised:
+        EngineCore(config_of(model, kv_cache_dtype=name))
+    assert str(raised.value) == message
+
+
+def test_the_plugins_name_is_for_a_gaudi(model: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype fp8_inc is not computed on cpu"):
+        EngineCore(config_of(model, kv_cache_dtype="fp8_inc", device="cpu"))
+
+
+def test_kernels_that_differ_are_not_used(
+    lazy_gaudi: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = cached_rows.cache_trial
+
+    def wrong(*arguments: Any) -> Any:
+        found, expected = trial(*arguments)
+        return found * 2, expected
+
+    monkeypatch.setattr(cached_rows, "cache_trial", wrong)
+    with pytest.raises(ConfigError, match="FP8 needs cast_to_fp8_v2"):
+        EngineCore(config_of(model))
+    EngineCore(config_of(model, kv_cache_dtype="auto", warmup="none"))
+
+
+@pytest.mark.parametrize("name", ["GAUDI2", "GAUDI3"])
+@pytest.mark.parametrize("kept", LARGEST)
+def test_each_gaudi_reads_what_the_other_has_written(
+    name: str, kept: torch.dtype, eager_gaudi: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiers may have the blocks of both, and Gaudi 2 reads numbers beyond 240 as NaN."""
+    monkeypatch.setenv("GAUDI_STANDIN_NAME", name)
+    rows = torch.tensor([[1.0, 239.0, 300.0, -448.0, 1e14]])
+    codes = as_kept(rows.to(HPUDevice().torch_device), kept)
+    monkeypatch.setenv("GAUDI_STANDIN_NAME", "GAUDI2")
+    assert torch.equal(as_read(codes, torch.float32).cpu(), rounded(rows, kept))
+
+
+def test_switches_and_sleep_keep_the_type_of_each_model(lazy_gaudi: Any, model: Path) -> None:
+    in_fp8 = config_of(model, warmup="none")
+    configs = [in_fp8, attrs.evolve(in_fp8, kv_cache_dtype="auto")]
+    core = EngineCore(in_fp8)
+    switcher = ModelSwitcher(core)
+    found: list[Any] = [tokens_of(core)]
+    for number in (1, 0, 1, 0):
+        switcher.reconfigure_engine(config_payload(configs[number]), 1 << 30)
+        switcher.sleep(1)
+        switcher.wake_up()
+        found.append(tokens_of(core))
+        held = core.executor.worker.cache.key(0).dtype
+        assert (held is torch.float8_e4m3fn) == (number == 0)
+    assert found[0] == found[2] == found[4]
+    assert found[1] == found[3]
+    assert found[0] != found[1]
+    core.close()
