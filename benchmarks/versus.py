@@ -81,12 +81,14 @@ def main() -> None:
         plot(seconds, options.plot)
 
 
-def measure(workers: dict[str, Worker], rounds: int) -> dict[Load, dict[str, list[float]]]:
+def measure(
+    workers: dict[str, Worker], rounds: int, loads: Sequence[Load] = LOADS
+) -> dict[Load, dict[str, list[float]]]:
     seconds: dict[Load, dict[str, list[float]]] = {
-        load: {name: [] for name in workers} for load in LOADS
+        load: {name: [] for name in workers} for load in loads
     }
     for number in range(rounds + 1):
-        for load in LOADS:
+        for load in loads:
             seeds = range(100 * number, 100 * number + (load.runs if number else 1))
             taken = [take_turns(workers, load, seed) for seed in seeds]
             for name, of_rounds in seconds[load].items():
@@ -108,12 +110,15 @@ def take_turns(workers: dict[str, Worker], load: Load, seed: int) -> dict[str, f
 class Worker:
     """A process with one engine, which answers each load with the seconds that it took."""
 
-    def __init__(self, name: str, model: str) -> None:
+    def __init__(self, name: str, model: str, max_model_len: int = 1024) -> None:
         """Start the process. llama.cpp wants a GGUF file."""
         self.name = name
         began = time.perf_counter()
         self._process = subprocess.Popen(
-            [str(python_of(name)), Path(__file__).with_name("versus_engines.py"), name, model],
+            [
+                *(str(python_of(name)), Path(__file__).with_name("versus_engines.py"), name, model),
+                *("--max-model-len", str(max_model_len)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 32
 VLLM_MEMORY = 0.3
 """Share of the host's memory: the other engines need theirs."""
@@ -30,10 +29,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("engine")
     parser.add_argument("model", help="a checkpoint; for llama.cpp a GGUF file")
+    parser.add_argument("--max-model-len", type=int, default=1024)
     options = parser.parse_args()
     engine = options.engine.partition("-")[0]
     others = {"transformers": _transformers, "vllm": _vllm, "llama": _llama}
-    run = others[engine](options.model) if engine in others else _ours(options.model, engine)
+    length = options.max_model_len
+    if engine in others:
+        run = others[engine](options.model, length)
+    else:
+        run = _ours(options.model, length, engine)
     print('versus: "ready"', flush=True)
     for line in sys.stdin:
         requests, prompt, output, seed = json.loads(line)
@@ -46,14 +50,14 @@ def main() -> None:
         print(f"versus: {taken_s}", flush=True)
 
 
-def _ours(model: str, name: str) -> Generate:
+def _ours(model: str, max_model_len: int, name: str) -> Generate:
     from trencadis.engine import LLM, SamplingParams
 
     llm = LLM(
         model,
         device="cpu",
         dtype="bfloat16",
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         max_num_seqs=MAX_NUM_SEQS,
         compile=name in ("compile", "int8"),
         quantization="int8" if name == "int8" else "none",
@@ -68,7 +72,7 @@ def _ours(model: str, name: str) -> Generate:
     return generate
 
 
-def _transformers(model: str) -> Generate:
+def _transformers(model: str, max_model_len: int) -> Generate:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -88,13 +92,13 @@ def _transformers(model: str) -> Generate:
     return generate
 
 
-def _vllm(model: str) -> Generate:
+def _vllm(model: str, max_model_len: int) -> Generate:
     import vllm
 
     llm = vllm.LLM(
         model,
         dtype="bfloat16",
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         max_num_seqs=MAX_NUM_SEQS,
         enable_prefix_caching=False,
         disable_log_stats=True,
@@ -110,12 +114,12 @@ def _vllm(model: str) -> Generate:
     return generate
 
 
-def _llama(model: str) -> Generate:
+def _llama(model: str, max_model_len: int) -> Generate:
     """llama.cpp through its C API: the Python class ``Llama`` computes one sequence at a time."""
     import llama_cpp
 
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx = MAX_NUM_SEQS * MAX_MODEL_LEN
+    params.n_ctx = MAX_NUM_SEQS * max_model_len
     params.n_seq_max = MAX_NUM_SEQS
     params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
     weights = llama_cpp.llama_model_load_from_file(
