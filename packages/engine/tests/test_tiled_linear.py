@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 import shutil
 import time
@@ -828,9 +829,11 @@ def test_int4_makes_up_for_errors_where_inputs_go_together() -> None:
     assert errors[2] < 0.75 * errors[1]
 
 
-def test_inputs_that_were_never_seen_weigh_the_same() -> None:
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
+def test_inputs_that_were_never_seen_or_are_no_numbers_weigh_the_same(value: float) -> None:
     weight = torch.randn(5, 64).bfloat16()
-    plain, unseen = rounded_int4(weight), rounded_int4(weight, products=torch.zeros(2, 32, 32))
+    plain = rounded_int4(weight)
+    unseen = rounded_int4(weight, products=torch.full((2, 32, 32), value))
     assert torch.equal(plain.unpacked(), unseen.unpacked())
 
 

@@ -175,8 +175,9 @@ def _scaled_products(products: torch.Tensor | None, groups: int, group: int) -> 
     if products is None:
         return alike
     means = products.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-    # Where no input of a group was seen, all weigh the same.
-    scaled = torch.where(means > TINY, products / means.clamp_min(TINY), alike)
+    # Where no input of a group was seen, or they are not numbers, all weigh the same.
+    is_known = (means > TINY) & means.isfinite()
+    scaled = torch.where(is_known, products / means.clamp_min(TINY), alike)
     return scaled + _DAMPING * alike
 
 
