@@ -437,12 +437,15 @@ def interop(session: nox.Session, host: str) -> None:
 
 
 @nox.session
-@nox.parametrize("engine", choices("vllm", "llama-cpp"))
+@nox.parametrize("engine", choices("vllm", "llama-cpp", "openvino"))
 def peers(session: nox.Session, engine: str) -> None:
     """Makes the environments of the engines that the benchmarks compare with."""
     if engine == "llama-cpp":
         session.install("-c", "constraints.txt", "numpy")
         session.install("llama-cpp-python")  # compiled here, for this processor
+        return
+    if engine == "openvino":
+        session.install("openvino-genai")
         return
     install_vllm(session)
 

@@ -1,13 +1,14 @@
-"""A Llama checkpoint as a GGUF file with the same weights, for llama.cpp.
+"""A Llama checkpoint as a GGUF file with the same weights, for llama.cpp and OpenVINO.
 
-llama.cpp's own converter is a script of its repository that no package brings. The file has no
-tokenizer, because the benchmarks give token IDs.
+llama.cpp's own converter is a script of its repository that no package brings. Of the tokenizer it
+has what OpenVINO asks for: the benchmarks give token IDs.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -44,7 +45,8 @@ def write_gguf(checkpoint: str, path: Path, matrices: gguf.GGMLQuantizationType)
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
+    writer.add_file_type(int(gguf.LlamaFileType[f"MOSTLY_{matrices.name}"]))
+    _add_tokenizer(writer, Path(checkpoint), config)
     for name, tensor in load_file(Path(checkpoint) / "model.safetensors").items():
         weights = tensor.float()
         if "q_proj" in name or "k_proj" in name:
@@ -56,6 +58,22 @@ def write_gguf(checkpoint: str, path: Path, matrices: gguf.GGMLQuantizationType)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, config: dict[str, Any]) -> None:
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text("utf-8"))
+    tokens = {number: token for token, number in tokenizer["model"]["vocab"].items()}
+    control = {each["id"]: each["content"] for each in tokenizer["added_tokens"]}
+    tokens |= control
+    merges = tokenizer["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([tokens[number] for number in range(len(tokens))])
+    kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
+    writer.add_token_types([kinds[number in control] for number in range(len(tokens))])
+    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
 
 
 def _interleaved(weights: torch.Tensor, heads: int) -> torch.Tensor:

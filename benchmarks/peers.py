@@ -11,19 +11,22 @@ from pathlib import Path
 
 ENVIRONMENTS = Path(__file__).parents[1] / ".nox"
 
-OURS = ("eager", "compile", "int8")
+OURS = ("eager", "compile", "int8", "int4")
 VLLM = ("vllm", "vllm-all-cores")
 """By default vLLM computes on all cores but one, which its scheduler keeps: of two cores on one."""
 
-LLAMA = {"llama": "BF16", "llama-q8": "Q8_0"}
-"""Names of llama.cpp, by the type of its matrices in GGUF."""
+LLAMA = {"llama": "BF16", "llama-q8": "Q8_0", "llama-q4": "Q4_0"}
+OPENVINO = {"openvino-q8": "Q8_0", "openvino-q4": "Q4_0"}
+"""The types of the matrices in GGUF, by name of llama.cpp and of OpenVINO."""
+
+OF_GGUF = LLAMA | OPENVINO
 
 
 def python_of(engine: str) -> str | None:
     """The interpreter that has this engine, or None."""
     if engine in OURS or engine == "transformers":
         return sys.executable
-    name = "vllm" if engine in VLLM else "llama-cpp"
+    name = "vllm" if engine in VLLM else "openvino" if engine in OPENVINO else "llama-cpp"
     python = ENVIRONMENTS / f"peers-{name}" / "bin" / "python"
     return str(python) if python.exists() else None
 

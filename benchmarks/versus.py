@@ -11,8 +11,8 @@ ratio to vLLM (to transformers, if vLLM is not measured); ``--plot FILE.png`` dr
 
 vLLM is measured twice: as it starts by default, where it keeps one core free of computation for its
 scheduler, and with threads on all cores (``vllm-all-cores``). Ratios are to the one that is faster
-with a load. int8 weights have a peer in
-``llama-q8``, whose activations are int8, too.
+with a load. Weights of 8 and 4 bits have peers in
+``llama-q8``, whose activations are int8, too, ``openvino-q8``, and those of q4.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peers import LLAMA, OURS, VLLM, environ_of, found, python_of
+from peers import OF_GGUF, OURS, VLLM, environ_of, found, python_of
 from rich.console import Console
 from rich.table import Table
 
 from trencadis.engine import default_model
 
-ENGINES = (*OURS, "transformers", *VLLM, *LLAMA)
+ENGINES = (*OURS, "transformers", *VLLM, *OF_GGUF)
 SETTLE_SECONDS = 2.0
 """Pause after vLLM: its processes look for work in a loop for a second after the last."""
 
 COLOURS = (
-    *("#90cdf4", "#2b6cb0", "#2f855a"),
-    *("#cbd5e0", "#a0aec0", "#4a5568", "#f6ad55", "#c05621"),
+    *("#90cdf4", "#2b6cb0", "#2f855a", "#9ae6b4"),
+    *("#cbd5e0", "#a0aec0", "#4a5568", "#f6ad55", "#c05621", "#7b341e", "#d6bcfa", "#6b46c1"),
 )
 """Of the engines in a plot, in their order."""
 
@@ -73,7 +73,7 @@ def main() -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers: dict[str, Worker] = {}
         for name in found(options.engines):
-            files = _as_gguf(model, directory, LLAMA[name]) if name in LLAMA else model
+            files = _as_gguf(model, directory, OF_GGUF[name]) if name in OF_GGUF else model
             workers[name] = stack.enter_context(contextlib.closing(Worker(name, files)))
         seconds = measure(workers, options.rounds)
     show(seconds, {name: worker.start_s for name, worker in workers.items()})
@@ -111,7 +111,7 @@ class Worker:
     """A process with one engine, which answers each load with the seconds that it took."""
 
     def __init__(self, name: str, model: str, max_model_len: int = 1024) -> None:
-        """Start the process. llama.cpp wants a GGUF file."""
+        """Start the process. llama.cpp and OpenVINO want a GGUF file."""
         self.name = name
         began = time.perf_counter()
         self._process = subprocess.Popen(

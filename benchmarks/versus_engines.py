@@ -28,11 +28,11 @@ def main() -> None:
     """Load an engine, then answer the loads on standard input with their seconds."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("engine")
-    parser.add_argument("model", help="a checkpoint; for llama.cpp a GGUF file")
+    parser.add_argument("model", help="a checkpoint; for llama.cpp and OpenVINO a GGUF file")
     parser.add_argument("--max-model-len", type=int, default=1024)
     options = parser.parse_args()
     engine = options.engine.partition("-")[0]
-    others = {"transformers": _transformers, "vllm": _vllm, "llama": _llama}
+    others = {"transformers": _transformers, "vllm": _vllm, "llama": _llama, "openvino": _openvino}
     length = options.max_model_len
     if engine in others:
         run = others[engine](options.model, length)
@@ -59,8 +59,8 @@ def _ours(model: str, max_model_len: int, name: str) -> Generate:
         dtype="bfloat16",
         max_model_len=max_model_len,
         max_num_seqs=MAX_NUM_SEQS,
-        compile=name in ("compile", "int8"),
-        quantization="int8" if name == "int8" else "none",
+        compile=name != "eager",
+        quantization=name if name.startswith("int") else "none",
         enable_prefix_caching=False,
     )
 
@@ -110,6 +110,24 @@ def _vllm(model: str, max_model_len: int) -> Generate:
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         results = llm.generate(inputs, params, use_tqdm=False)
         return sum(len(result.outputs[0].token_ids) for result in results)
+
+    return generate
+
+
+def _openvino(model: str, max_model_len: int) -> Generate:
+    import numpy as np
+    import openvino
+    import openvino_genai
+
+    pipeline = openvino_genai.LLMPipeline(model, "CPU")
+
+    def generate(prompts: Prompts, output: int) -> int:
+        ids = np.array(prompts, np.int64)
+        inputs = map(openvino.Tensor, (ids, np.ones_like(ids)))
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = output, True, False
+        results = pipeline.generate(openvino_genai.TokenizedInputs(*inputs), config)
+        return sum(map(len, results.tokens))
 
     return generate
 
