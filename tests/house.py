@@ -256,7 +256,8 @@ FLOORS: dict[str, list[set[str]]] = {
             "weight_files",
         },
         {
-            *("adapter_files", "adapter_operator", "declared_modules", "gguf_blocks", "hub"),
+            *("adapter_files", "adapter_operator", "cache_scales", "declared_modules"),
+            *("gguf_blocks", "hub"),
             "packed_formats",
             "paged_context",
             *("rank_part", "rounded_weights", "score_heads"),

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from model_families import save_family
 from request_mix import finish
+from safetensors.torch import load_file, save_file
+from test_packed_weights import FORMATS, quantize
 from test_quantized_cache import prompt_logprobs
+from test_ranks import start  # noqa: F401  (a fixture)
 from test_shared_prefix import config_of as config_of_shared
 from test_shared_prefix import serve as serve_shared
+from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -24,6 +33,10 @@ from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import HPUDevice
 from trencadis.engine.devices.hpu import cached_rows
 from trencadis.engine.devices.hpu.cached_rows import as_kept, as_read
+from trencadis.engine.devices.hpu.fp8_linear import FP8Linear
+from trencadis.engine.errors import ModelError
+from trencadis.engine.models.cache_scales import use_cache_scales
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.kvcache import DefragConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -86,18 +99,43 @@ def tokens_of(core: EngineCore, **changes: Any) -> dict[tuple[str, int], list[in
     return found
 
 
-def rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return rows.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).to(rows.dtype)
+def rounded(rows: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    bounded = (rows / scale).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return bounded.to(dtype).to(rows.dtype) * scale
+
+
+@pytest.fixture(scope="module")
+def with_scales(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with scales of keys and values in its first layer, as if seen up to 3 and 700."""
+    directory: Path = tmp_path_factory.mktemp("scales")
+    shutil.copytree(model, directory, dirs_exist_ok=True)
+    save_scales(directory, k_scale=torch.tensor(3 / 448), v_scale=torch.tensor([700 / 448]))
+    return directory
+
+
+def save_scales(directory: Path, **scales: torch.Tensor) -> None:
+    file = directory / "model.safetensors"
+    own = {f"model.layers.0.self_attn.{name}": scale for name, scale in scales.items()}
+    save_file({**load_file(file), **own}, file, metadata={"format": "pt"})
 
 
 @torch.no_grad()
-def largest_error(model: Path, served: dict[str, list[Any]], dtype: torch.dtype | None) -> float:
+def largest_error(
+    model: Path,
+    served: dict[str, list[Any]],
+    dtype: torch.dtype | None,
+    scales: Sequence[float] = (1.0, 1.0),
+) -> float:
     """Between the log-probabilities of the tokens and those of transformers, which rounds keys and
-    values to ``dtype`` before it attends."""
+    values to ``dtype`` before it attends, those of the first layer with ``scales``."""
 
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
-            key, value = rounded(key, dtype), rounded(value, dtype)
+            of_layer = (1.0, 1.0) if module.layer_idx else scales
+            key, value = (
+                rounded(rows, dtype, scale)
+                for rows, scale in zip((key, value), of_layer, strict=True)
+            )
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register("rounds_its_cache", attend)
@@ -129,6 +167,93 @@ def test_keys_and_values_are_rounded_once_and_nothing_else_is(
     assert core.stats.num_compilations == 0
     assert core.stats.num_cold_forwards == 0
     assert gaudi.counters.since(before).fallbacks == 0
+
+
+@modes
+@pytest.mark.parametrize(
+    ("name", "powers"),
+    [("fp8", (2**-6, 4.0)), pytest.param("fp8_e5m2", (2**-14, 2**-6), marks=pytest.mark.slow)],
+)
+def test_scales_of_a_checkpoint_are_powers_of_two_for_the_largest_numbers(
+    gaudi: Any, with_scales: Path, name: str, powers: tuple[float, float], caplog: Any
+) -> None:
+    """3 / 240 is below 2**-6, and 700 / 240 below 4."""
+    with caplog.at_level(logging.INFO, "trencadis.engine"):
+        core = core_of(with_scales, kv_cache_dtype=name)
+    assert "with scales of the checkpoint: 1 layers" in caplog.text
+    served = served_by(core)
+    error = largest_error(with_scales, served, NAMES[name], powers)
+    assert error < 0.05 * largest_error(with_scales, served, NAMES[name])
+    assert error < 0.05 * largest_error(with_scales, served, None)
+    assert core.stats.num_compilations == core.stats.num_cold_forwards == 0
+    values = core.executor.worker.cache.value(0).cpu().float()
+    assert values.abs().max() * powers[1] > 300
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(["", "attn.", "k_proj.", "qkv_proj."]), st.floats(1e-3, 1e3))
+def test_the_largest_number_of_a_scale_fits_by_less_than_a_power_of_two(
+    tmp_path_factory: pytest.TempPathFactory, of: str, scale: float
+) -> None:
+    directory = tmp_path_factory.mktemp("scale")
+    name = f"model.layers.1.self_attn.{of}k_scale"
+    save_file({name: torch.tensor(scale)}, directory / "model.safetensors")
+    model = nn.ModuleDict({"layers": nn.ModuleList()})
+    for _ in range(2):
+        attention = nn.Linear(1, 1)
+        attention.layer_spec = LayerSpec.of_kind("attention")
+        model["layers"].append(nn.ModuleDict({"self_attn": attention}))
+    assert use_cache_scales(model, str(directory), 240.0) == 1
+    plain, scaled = (layer["self_attn"] for layer in model["layers"])
+    assert not plain.layer_spec.scaled_cache
+    assert scaled.layer_spec.scaled_cache
+    assert scaled.value_scale.item() == 1.0
+    power, largest = scaled.key_scale.item(), float(torch.tensor(scale)) * 448
+    assert math.frexp(power)[0] == 0.5
+    assert largest <= 240 * power < 2 * largest
+
+
+def test_weights_and_cache_are_both_of_fp8(
+    lazy_gaudi: Any, with_scales: Path, tmp_path: Path, caplog: Any
+) -> None:
+    """The layers that attend have no parameters then."""
+    packed = quantize(with_scales, tmp_path, *FORMATS["fp8 by channel"])
+    save_scales(packed, k_scale=torch.tensor(3 / 448), v_scale=torch.tensor(700 / 448))
+    with caplog.at_level(logging.INFO, "trencadis.engine"):
+        core = core_of(packed)
+    assert "with scales of the checkpoint: 1 layers" in caplog.text
+    both = served_by(core)
+    kinds = [type(each) for each in core.executor.worker._model.modules()]
+    assert kinds.count(FP8Linear) == 14
+    expanded = tmp_path / "expanded"
+    assert largest_error(expanded, both, torch.float8_e4m3fn, (2**-6, 4.0)) < 0.1
+    assert core.stats.num_compilations == core.stats.num_cold_forwards == 0
+
+
+@pytest.mark.slow
+def test_two_gaudis_keep_their_heads_in_fp8(
+    with_scales: Path,
+    start: Callable[..., EngineCore],  # noqa: F811
+    stand_in_for_cores: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GAUDI_STANDIN_DEVICES", "2")
+    with stand_in_for_cores("lazy"):
+        core = start(with_scales, device="hpu", kv_cache_dtype="fp8", max_num_batched_tokens=32)
+        served = served_by(core)
+    error = largest_error(with_scales, served, torch.float8_e4m3fn, (2**-6, 4.0))
+    assert error < 0.05 * largest_error(with_scales, served, None)
+
+
+@pytest.mark.parametrize("scale", [torch.zeros(()), torch.ones(2)], ids=["zero", "by head"])
+def test_scales_that_are_not_one_number_are_refused(
+    lazy_gaudi: Any, with_scales: Path, tmp_path: Path, scale: torch.Tensor
+) -> None:
+    shutil.copytree(with_scales, tmp_path, dirs_exist_ok=True)
+    save_scales(tmp_path, k_scale=scale)
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.k_scale of .* is"):
+        EngineCore(config_of(tmp_path))
+    EngineCore(config_of(tmp_path, kv_cache_dtype="auto", warmup="none"))
 
 
 @modes

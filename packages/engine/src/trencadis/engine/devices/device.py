@@ -112,6 +112,10 @@ class Device(abc.ABC):
     kv_cache_dtypes: frozenset[str] = frozenset()
     """Values of `EngineConfig.kv_cache_dtype` that it computes beside ``auto``."""
 
+    largest_cached: Mapping[torch.dtype, float] = {}
+    """The largest number that a KV cache of each dtype holds, where it has no scales of its own:
+    then keys and values are divided by those of the checkpoint (`cache_scales`)."""
+
     kv_cache_dtype: torch.dtype | None = None
     """That of the KV cache of the model that `optimize` is called with next; None: the model's."""
 

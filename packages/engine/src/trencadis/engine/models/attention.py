@@ -56,6 +56,12 @@ def paged_attention(
     if attention.as_operator and type(query) is not torch.Tensor:  # it is being traced
         return attend_in_program(query, key, value, sinks), None
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if spec.scaled_cache:
+        key_scale: Any = module.key_scale
+        value_scale: Any = module.value_scale
+        query, key, value = query * key_scale, key / key_scale, value / value_scale
+        out = attend_with(attention, query, key, value, layer, paged, spec, sinks)
+        return out * value_scale, None
     return attend_with(attention, query, key, value, layer, paged, spec, sinks), None
 
 

@@ -43,6 +43,8 @@ class LayerSpec(LayerShape):
     ``position_scale``: ``(f, a)`` of a layer whose query at position p is multiplied by
     ``1 + a * log1p(floor((p + 1) / f))``, as in Llama 4 (`scaled_by_position`).
 
+    ``scaled_cache``: its KV cache has keys and values divided by scales (`cache_scales`).
+
     ``complex_rotary``: its rotary embedding is of complex numbers, also after `use_real_rotary`.
     ``experts``: those of its feed-forward part, 0 for one that computes with all weights.
     ``state_module``: the class of the module that computes with ``states``. ``state_functions``:
@@ -62,6 +64,7 @@ class LayerSpec(LayerShape):
     calls: int = _feature("attends {} times", default=1)
     others: tuple[str, ...] = _feature("passes {} to attention", default=())
     position_scale: tuple[float, float] | None = None
+    scaled_cache: bool = False
     complex_rotary: bool = False
     experts: int = 0
     state_module: str = ""

@@ -24,7 +24,7 @@ from trencadis.engine.models.packed_weight import (
     QuantizedLinear,
 )
 from trencadis.engine.models.rank_loading import DividedModel
-from trencadis.engine.models.weight_files import weight_files
+from trencadis.engine.models.weight_files import checkpoint_directory, weight_files
 
 _METHOD = "trencadis"
 
@@ -183,12 +183,7 @@ def _tensors_of(source: str, packing: Packing) -> Mapping[str, Path]:
     """The file of each tensor."""
     if packing.file is not None:
         return _tensors_in([Path(packing.file)])
-    directory = Path(source)
-    if not directory.is_dir():
-        from huggingface_hub import snapshot_download  # noqa: PLC0415  (slow)
-
-        directory = Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
-    return _tensors_in(weight_files(directory))
+    return _tensors_in(weight_files(checkpoint_directory(source)))
 
 
 def _tensors_in(files: Sequence[Path]) -> Mapping[str, Path]:

@@ -28,6 +28,16 @@ def check_directory(directory: Path) -> None:
             )
 
 
+def checkpoint_directory(source: str) -> Path:
+    """Where the files of a checkpoint are, also of one of the Hugging Face Hub."""
+    directory = Path(source)
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import snapshot_download  # noqa: PLC0415  (slow)
+
+    return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The files of the weights that transformers loads. Raises `ModelError` without any."""
     for name in WEIGHT_FILES:

@@ -22,6 +22,7 @@ from trencadis.bucketing import Bucket
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.adapter_layers import AdapterLayers
+from trencadis.engine.models.cache_scales import use_cache_scales
 from trencadis.engine.models.declared_modules import read_pooling
 from trencadis.engine.models.layer_inputs import products_of_inputs, text_tokens
 from trencadis.engine.models.layer_reading import check_layers
@@ -172,7 +173,11 @@ class Worker:
         if self.computes_embeddings:
             self.embedding_size = embedding_size(self._model)
         before = self._log_memory(f"Pre-loading model weights on {self._place}", before)
-        self.device.kv_cache_dtype = CACHE_DTYPES.get(self.config.kv_cache_dtype)
+        codes = self.device.kv_cache_dtype = CACHE_DTYPES.get(self.config.kv_cache_dtype)
+        if codes is not None and codes in self.device.largest_cached:
+            largest = self.device.largest_cached[codes]
+            scaled = use_cache_scales(self._model, self.spec.source, largest)
+            logger.info("KV cache in %s, with scales of the checkpoint: %d layers", codes, scaled)
         self.device.optimize(self._model)
         if self.config.enable_lora:
             self.adapters.layers = self._make_slots()

@@ -374,7 +374,7 @@ class EngineConfig(CapacitySettings):
         group=MEMORY,
         help="type of the KV cache: auto, that of the weights; or 8 bits with a scale for each "
         "token and head: int8, or fp8, which is fp8_e4m3, or fp8_e5m2; names of vLLM: "
-        "int8_per_token_head, fp8_per_token_head (fp8); on cpu; on hpu fp8 (fp8_inc), unscaled",
+        "int8_per_token_head, fp8_per_token_head (fp8); on cpu; on hpu fp8 (fp8_inc)",
     )
     async_scheduling: bool | None = setting_field(
         None,

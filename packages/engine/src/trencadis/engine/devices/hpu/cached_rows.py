@@ -1,9 +1,10 @@
 """Keys or values of a layer in the KV cache, a row for each token: in the model's dtype or in FP8.
 
 FP8 by the bridge's ``cast_to_fp8_v2`` and ``cast_from_fp8`` (``hpu_ops/backend/fp8_ops.cpp``
-1.19.0), with a scale of 1, as vllm-gaudi 091bbad (``extension/utils.py:96-123``). Rows of FP8 are
-written and gathered as others are: tests of the bridge have both types for ``index_copy_`` and
-``index_select`` (``test_hpu_index_copy.py:25``, ``test_hpu_index_select.py:25``).
+1.19.0), with a scale of 1, as vllm-gaudi 091bbad (``extension/utils.py:96-123``): those of a
+checkpoint are applied before (`cache_scales`). Rows of FP8 are written and gathered as others are:
+tests of the bridge have both types for ``index_copy_`` and ``index_select``
+(``test_hpu_index_copy.py:25``, ``test_hpu_index_select.py:25``).
 """
 
 from __future__ import annotations

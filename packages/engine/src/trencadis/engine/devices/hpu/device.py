@@ -21,7 +21,7 @@ from torch import fx, nn
 from trencadis.engine.devices.device import Device, Graph, PendingCopy
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.devices.hpu.bridge import LAZY_COLLECTIVES, LAZY_MODE, load_bridge
-from trencadis.engine.devices.hpu.cached_rows import check_kernels
+from trencadis.engine.devices.hpu.cached_rows import LARGEST, check_kernels
 from trencadis.engine.devices.hpu.experts import use_static_experts
 from trencadis.engine.devices.hpu.fp8_linear import use_fp8_products
 from trencadis.engine.devices.hpu.kernel_trials import kernel_trials
@@ -62,6 +62,7 @@ class HPUDevice(Device):
     counts_missing = True
     static_states = True
     kv_cache_dtypes = frozenset({"fp8", "fp8_inc", "fp8_e4m3", "fp8_e5m2"})
+    largest_cached = LARGEST
     collectives = "hccl"
     temperature_source = "hlml"
 
