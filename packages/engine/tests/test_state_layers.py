@@ -15,6 +15,7 @@ import pytest
 import torch
 from model_families import save_family
 from request_mix import GREEDY, WAYS, finish, serve
+from test_warm_up import Tracing
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -552,7 +553,7 @@ def with_common_beginnings() -> list[tuple[int, ...]]:
     first, other = ([rng.randrange(250) for _ in range(42)] for _ in range(2))
     ends = [[rng.randrange(250) for _ in range(length)] for length in (1, 6, 14, 30, 38)]
     found = [(*begin, *end) for end in ends for begin in (first, other, first[:37])]
-    return found[:9] + found + found[:3]
+    return found + found[:3]
 
 
 def served(core: EngineCore, ways: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -655,14 +656,87 @@ def test_prefixes_are_not_cached_where_that_does_not_pay_and_a_line_says_so(
     assert core.stats.num_prefill_tokens == 120
 
 
+def compiled_core(model: Path, cache: Path, **changes: Any) -> EngineCore:
+    """With warm programs: a pass that ran without would be counted."""
+    settings = {"compile": True, "warmup": "full", "compile_cache": str(cache), **changes}
+    core = make_core(model, **settings)
+    core.warm_up()
+    assert core.executor.worker.runner.forward_runner._layer_runs  # type: ignore[attr-defined]
+    return core
+
+
+# Those without experts, which are compiled in bf16 alone.
+COMPILED = ("Falcon-H1", "LFM 2", "Mamba 2", "Bamba", "Nemotron-H", "OLMo hybrid", "Mamba")
+
+
+@host_rows
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("family", "device"),
     [
-        pytest.param("compile", True, marks=host_rows),
-        ("enable_lora", True),
-        ("tensor_parallel_size", 2),
+        ("Mamba 2", Tracing),
+        pytest.param("OLMo hybrid", Tracing, marks=pytest.mark.slow),
+        *(pytest.param(name, CPUDevice, marks=pytest.mark.slow) for name in COMPILED),
     ],
 )
+def test_programs_call_the_layers_that_keep_a_state(
+    checkpoint: Callable[[str], Path], tmp_path: Path, family: str, device: type[CPUDevice]
+) -> None:
+    model = checkpoint(family)
+    ways = [*WAYS["greedy"], *WAYS["seeds"][:1], *WAYS["samples"], *WAYS["beams"]]
+    expected = served(make_core(model), ways)
+    pressures = PRESSURES if device is CPUDevice else PRESSURES[2:]
+    for changes in pressures:
+        core = compiled_core(model, tmp_path, device=device(), **changes)
+        calls = core.executor.worker.runner.forward_runner.states  # type: ignore[attr-defined]
+        in_programs: list[int] = []
+        calls.compute = noting(calls.compute, in_programs)
+        # Without prefix hits, a prompt that is evicted again and again is never computed.
+        assert served(core if family == "Mamba" else evicting(core), ways) == expected
+        assert core.stats.num_cold_forwards == core.stats.num_compilations == 0
+        assert {*in_programs} == {*calls._shapes}
+
+
+def noting(compute: Callable[..., Any], layers: list[int]) -> Callable[..., Any]:
+    def noted(layer: int, hidden: torch.Tensor) -> Any:
+        layers.append(layer)
+        return compute(layer, hidden)
+
+    return noted
+
+
+@host_rows
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [HYBRID, "Qwen 3 Next"])
+def test_programs_of_models_with_experts_compute_nearly_the_same(
+    checkpoint: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    """In bf16, the only type that experts are compiled in, which rounds elsewhere in a program."""
+    settings = {**SMALL, **AMPLE, "dtype": "bfloat16", "runner": "pooling"}
+    programs = {"compile": True, "warmup": "full", "compile_cache": str(tmp_path)}
+    found = []
+    for changes in ({}, programs):
+        llm = LLM(str(checkpoint(family)), **settings | changes)
+        found.append(torch.tensor([each.vector for each in llm.embed(prompts(8))]))
+        assert llm.core.stats.num_cold_forwards == 0
+    assert bool(llm.core.executor.device.num_compilations())  # type: ignore[attr-defined]
+    assert (found[0] * found[1]).sum(1).min() > 0.99
+
+
+@host_rows
+@pytest.mark.slow
+def test_programs_stay_over_a_sleep_and_read_the_new_states(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    core = compiled_core(checkpoint("LFM 2"), tmp_path, device=Tracing())
+    first = served(core, [GREEDY])
+    switcher = ModelSwitcher(core)
+    switcher.sleep(1)
+    switcher.wake_up()
+    assert served(core, [GREEDY]) == first
+    assert core.stats.num_cold_forwards == 0
+
+
+@pytest.mark.parametrize(("setting", "value"), [("enable_lora", True), ("tensor_parallel_size", 2)])
 def test_what_states_are_not_computed_under_is_rejected_by_name(
     hybrid: Path, setting: str, value: Any
 ) -> None:

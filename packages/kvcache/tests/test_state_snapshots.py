@@ -276,7 +276,7 @@ def test_a_prefix_hit_begins_with_the_state_of_its_tokens_whatever_happens() -> 
     run_state_machine_as_test(
         SnapshotMachine,
         settings=settings(
-            max_examples=150,
+            max_examples=80,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

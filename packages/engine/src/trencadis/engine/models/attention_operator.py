@@ -45,6 +45,11 @@ def forward_pass(paged: PagedContext, layer: int, spec: LayerSpec) -> Generator[
         _CURRENT.paged = None
 
 
+def current_layer() -> int:
+    """The layer whose program this thread runs, within `forward_pass`."""
+    return _CURRENT.layer
+
+
 def attend_in_program(
     query: torch.Tensor,
     key: torch.Tensor,

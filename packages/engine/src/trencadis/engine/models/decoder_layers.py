@@ -133,7 +133,7 @@ class DecoderLayers:
                     symbolic_context=_tokens_as_symbol(tensor, num_tokens),
                     source=ConstantSource(f"given_{place}"),
                 )
-                for place, tensor in enumerate(recording.inputs())
+                for place, tensor in enumerate(recording.inputs(self._examples[kind]))
             ]
             own = self._own(self._examples[kind], recording.paged)
             inputs += [fake.from_tensor(tensor, static_shapes=True) for tensor in own]

@@ -9,6 +9,9 @@ each of its tokens.
 A forward pass reads the slots of the states and keeps the new states apart, until
 `StateLayers.commit`: a pass that fails, or is repeated for fewer sequences, has changed nothing.
 
+Compiled programs call these modules as an operator, as they do attention: how many calls there are
+depends on the sequences of the batch, and the program on the number of tokens alone.
+
 On a device whose graphs have static shapes, all sequences of a batch share one call, in rows that
 are padded, with the functions of `state_functions`. Where states are read and written are tensors
 of the batch (`StateTensors`), and each slot has two places (`StateCache`): the layer writes the one
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +33,7 @@ import torch
 from torch import nn
 
 from trencadis.engine.errors import ModelError
+from trencadis.engine.models.attention_operator import current_layer
 from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.paged_context import PagedContext
@@ -43,6 +48,9 @@ from trencadis.kvcache.state_cache import StateCache, StateKey, StateShape
 CONV = "conv"
 RECURRENT = "recurrent"
 """The kinds of states that transformers' cache has: the last inputs of a convolution, and sums."""
+
+_LIBRARY = torch.library.Library("trencadis", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("layer_with_state(Tensor hidden) -> Tensor")  # type: ignore[no-untyped-call]
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 """How models and their layers call the argument that has the cache."""
@@ -105,6 +113,15 @@ class _Part:
         )
 
 
+class _Current(threading.local):
+    """The layers of the model whose forward pass this thread computes."""
+
+    layers: StateLayers | None = None
+
+
+_CURRENT = _Current()
+
+
 class StateLayers:
     """The layers of a model that keep a state. Made once: it replaces their ``forward``.
 
@@ -120,9 +137,11 @@ class StateLayers:
         self._advanced: list[int] = []
         self._functions = StaticFunctions()
         self._modules: list[tuple[int, Any, str]] = []
+        self._of_layer: dict[int, Any] = {}
         self._model = weakref.ref(model)
         self.paged: PagedContext | None = None
-        """That of the forward pass, in static shapes."""
+        """That of the forward pass, in static shapes or with programs."""
+        self._passes_on = False
         config: Any = model.config
         hidden = torch.ones(1, 2, config.get_text_config(decoder=True).hidden_size, dtype=dtype)
         by_tokens: dict[str, bool] = {}
@@ -138,6 +157,7 @@ class StateLayers:
             of_layer = (number, module.forward, argument, by_tokens[name])
             module.forward = functools.partial(self._forward, *of_layer)
             self._modules.append((number, module, argument))
+            self._of_layer[number] = module
             found.add(number)
         self.computes_by_tokens = any(by_tokens.values())
         """Whether a chunk with tokens before takes a call for each of its tokens."""
@@ -159,9 +179,14 @@ class StateLayers:
         for number, module, argument in self._modules:
             own = with_functions(module, self._functions.in_place_of(functions_of(module)))
             module.forward = functools.partial(self._forward_static, number, own, argument)
+        self.pass_context_on()
+
+    def pass_context_on(self) -> None:
+        """Give each decoder layer `paged`, from which it has its program, from now on."""
         model: Any = self._model()
-        for layer in decoder_layers(model):
+        for layer in () if self._passes_on else decoder_layers(model):
             layer.register_forward_pre_hook(self._pass_on, with_kwargs=True)
+        self._passes_on = True
 
     def _pass_on(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -188,6 +213,7 @@ class StateLayers:
         Not for static shapes: see `StateTensors`.
         """
         singles = [row for row in rows if row.num_tokens == 1]
+        _CURRENT.layers = self
         self._parts = [_Part.of(singles)] if singles else []
         self._parts += [_Part.of([row]) for row in rows if row.num_tokens > 1]
 
@@ -271,6 +297,9 @@ class StateLayers:
         ``argument``: the name that its cache has there. ``by_tokens``: see `_ignores_sums`. What
         the model passes besides, such as masks, is for batches of another form.
         """
+        if type(hidden_states) is not torch.Tensor:  # it is being traced
+            traced: torch.Tensor = torch.ops.trencadis.layer_with_state(hidden_states)
+            return traced
         result = torch.zeros_like(hidden_states)
         for part in self._parts:
             states = LayerStates(
@@ -284,6 +313,11 @@ class StateLayers:
                 result[0, tokens] = own(hidden_states[0, tokens], **given)
             kept = {key: _alone(state) for key, state in states.states.items()}
             self._kept.append((layer, part.slots, kept))
+        return result
+
+    def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """A layer's part with a state, for a program that calls it as an operator."""
+        result: torch.Tensor = self._of_layer[layer].forward(hidden_states)
         return result
 
     def _read(self, layer: int, shape: StateShape, part: _Part) -> torch.Tensor:
@@ -399,3 +433,18 @@ def find_state_layers(model: nn.Module, layers: Sequence[LayerSpec], dtype: torc
 
 
 _ATTRIBUTE = "trencadis_state_layers"
+
+
+def _compute(hidden: torch.Tensor) -> torch.Tensor:
+    layers = _CURRENT.layers
+    if layers is None:
+        raise RuntimeError("a program with a state runs outside of a forward pass")
+    return layers.compute(current_layer(), hidden)
+
+
+# The states that it reads and keeps are not among its arguments. No other operator has them, and
+# the result is used, so that no compiler pass moves or removes the call.
+_LIBRARY.impl(  # type: ignore[no-untyped-call]
+    "layer_with_state", _compute, "CompositeExplicitAutograd"
+)
+torch.library.register_fake("trencadis::layer_with_state", torch.empty_like, lib=_LIBRARY)

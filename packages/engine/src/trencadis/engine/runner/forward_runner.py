@@ -104,6 +104,8 @@ class ForwardRunner:
         self._dtype = next(model.parameters()).dtype
         self._cache = cache
         self._layers = DecoderLayers(model, cache) if compiled else None
+        if compiled and self.states is not None:
+            self.states.pass_context_on()
         self._own: OwnTensors | None = None
         self._programs = programs or KeptPrograms()
         self._layer_runs: dict[Hashable, LayerRun] = {}
@@ -344,7 +346,8 @@ class ForwardRunner:
 
     def _trace(self, batch: ModelInput, layers: DecoderLayers) -> tuple[list[Traced], Recording]:
         """A decoder layer of each kind as a module with example inputs, and what recorded them."""
-        recording = Recording()
+        # Of layers that keep a state, others are given other tensors than the first.
+        recording = Recording() if self.states is None else layers.recording()
         with contextlib.suppress(LayersReached):
             self._compute(attrs.evolve(batch, layer_run=recording))
         num_tokens, kinds = batch.shape.num_tokens, range(layers.num_kinds)
@@ -415,9 +418,10 @@ class ForwardRunner:
             reads, writes, tokens = tensors.states
             places: Any = {"state_reads": reads, "state_writes": writes, "state_tokens": tokens}
             paged = attrs.evolve(paged, **places)
-            self.states.paged = paged
         elif self.states is not None:
             self.states.begin(batch.state_rows or dummy_rows(batch.shape))
+        if self.states is not None:
+            self.states.paged = paged
         try:
             out = (model or self._model)(
                 input_ids=tensors.token_ids,

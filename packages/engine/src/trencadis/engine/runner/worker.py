@@ -11,7 +11,6 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import platformdirs
@@ -507,17 +506,12 @@ class Worker:
         """Raise `ConfigError` for settings that layers with a state are not computed under yet."""
         if not any(layer.states for layer in self.spec.layers):
             return
-        refused: list[tuple[str, Any]] = [("enable_lora", False)]
-        if not self.device.static_states:
-            refused.append(("compile", False))
-        for setting, value in refused:
-            found = getattr(self.config, setting)
-            if found not in (value, None):
-                raise ConfigError(
-                    f"{setting} {found} does not work with layers that keep a state on "
-                    f"{self.device.name}, which {self.spec.source} has, yet: leave it out",
-                    setting,
-                )
+        if self.config.enable_lora:
+            raise ConfigError(
+                "enable_lora True does not work with layers that keep a state on "
+                f"{self.device.name}, which {self.spec.source} has, yet: leave it out",
+                "enable_lora",
+            )
 
     def _check_policy_of_misses(self) -> None:
         if self.config.on_bucket_miss == "eager" and not self.device.dynamic_shapes:

@@ -237,6 +237,8 @@ class CPUDevice(Device):
         own: Sequence[Sequence[torch.Tensor]],
         specs: Sequence[LayerSpec],
     ) -> LayerRun:
+        if any(spec.states for spec in specs):
+            return run  # not native calls alone: transformers' modules keep the states
         if self._replayer is None:
             try:
                 self._replayer = Replayer(self._kernels, trusted=self._trusted)
