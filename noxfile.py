@@ -71,6 +71,9 @@ They do not agree on versions of what they need: each has an environment of its 
 VLLM = "0.32.0"
 """The version whose tests of a server are run."""
 
+VLLM_PARTS = ("examples", "tests/entrypoints", "tests/tool_use")
+"""Directories of its sources that these tests are in, or read."""
+
 TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-protobuf")
 RELEASE_TOOLS = ("build", "hatchling", "twine")
 SGLANG = "sglang==0.5.23"
@@ -585,7 +588,7 @@ def unpacked_vllm(session: nox.Session) -> Path:
     """The sources of vLLM with their tests, from the package index unless they are there."""
     peers = Path(".nox/peers").absolute()
     source = peers / f"vllm-{VLLM}"
-    if source.exists():
+    if all((source / part).exists() for part in VLLM_PARTS):
         return source
     # pip asks what it downloads for its metadata: vLLM's setup.py, which needs torch and these.
     tools = peers / "tools"
@@ -609,11 +612,8 @@ def unpacked_vllm(session: nox.Session) -> Path:
 def _is_of_a_test(name: str) -> bool:
     """Whether a file of vLLM's archive is a test of its server, or is read by one."""
     path = Path(name).relative_to(f"vllm-{VLLM}")
-    return (
-        str(path) == "tests/__init__.py"
-        or path.parts[:1] == ("examples",)
-        or path.parts[:2] in (("tests", "entrypoints"), ("tests", "tool_use"))
-    )
+    is_within = any(path.is_relative_to(part) for part in VLLM_PARTS)
+    return is_within or str(path) == "tests/__init__.py"
 
 
 def pytest_command(session: nox.Session, *arguments: str) -> tuple[str, ...]:

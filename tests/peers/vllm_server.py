@@ -16,7 +16,10 @@ import anthropic
 import openai
 import pytest
 import vllm_stub
+from reference_model import HfRunner, reranker
 from server_process import START_SECONDS, ServerProcess
+
+from trencadis.engine.models.default_model import default_model
 
 PASSED = {
     "--chat-template": 1,
@@ -95,6 +98,9 @@ ON_A_CPU = ("--warmup", "none", "--dtype", "float32")
 CONTEXT = 8192
 """That of the small model."""
 
+RERANKERS = ("reranker",)
+"""Parts of the names of models that read query and document."""
+
 POOLED = ("e5-small", "bge-", "MiniLM")
 """Parts of the names of models that do not generate: the small one's embeddings replace them."""
 
@@ -140,6 +146,13 @@ def runner_of(model: str) -> list[str]:
     return ["--runner", "pooling"] if any(part in model for part in POOLED) else []
 
 
+def model_of_test(name: str) -> list[str]:
+    """The model for a test whose own has this name, as arguments; none for the small one."""
+    if any(part in name for part in RERANKERS):
+        return [reranker(default_model()), "--score-prompt", "joined"]
+    return []
+
+
 class RemoteOpenAIServer:
     """Its constructor waits until the server listens; `with` ends nothing, see `end_all`."""
 
@@ -156,7 +169,8 @@ class RemoteOpenAIServer:
         override_hf_configs: dict[str, Any] | None = None,
         **options: object,
     ) -> None:
-        flags = flags_of([str(argument) for argument in vllm_serve_args])
+        flags = model_of_test(model)
+        flags += flags_of([str(argument) for argument in vllm_serve_args])
         if "--served-model-name" not in flags:
             flags += ["--served-model-name", model]
         if "--runner" not in flags:
@@ -225,6 +239,7 @@ class _Utils(ModuleType):
     VLLM_PATH = Path.cwd()
     ROCM_EXTRA_ARGS: ClassVar[list[str]] = []
     ROCM_ENV_OVERRIDES: ClassVar[dict[str, str]] = {}
+    HfRunner = HfRunner
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -237,3 +252,4 @@ def install() -> None:
     vllm_stub.install()
     sys.modules["tests.utils"] = _Utils("tests.utils")
     sys.modules["tests.conftest"] = _Utils("tests.conftest")
+    HfRunner.base = default_model()

@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import reference_model
 import torch
 from pydantic import BaseModel
 from pydantic_core import core_schema
@@ -108,6 +109,21 @@ class _Ranked(BaseModel):
     relevance_score: float
 
 
+class _Score(BaseModel):
+    index: int
+    object: str
+    score: float
+
+
+class _ScoreResponse(BaseModel):
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[_Score]
+    usage: _Usage
+
+
 class _RerankResponse(BaseModel):
     id: str
     model: str
@@ -169,6 +185,10 @@ _USED = {
     "EmbeddingResponse": lambda: _EmbeddingResponse,
     "PoolingResponse": lambda: _PoolingResponse,
     "RerankResponse": lambda: _RerankResponse,
+    "ScoreResponse": lambda: _ScoreResponse,
+    "check_embeddings_close": lambda: reference_model.check_embeddings_close,
+    "float_embeddings": lambda: reference_model.float_embeddings,
+    "run_embedding_correctness_test": lambda: reference_model.run_embedding_correctness_test,
     "MiB_bytes": lambda: 1 << 20,
     "AudioAsset": lambda: lambda name: SimpleNamespace(url=f"https://localhost/{name}"),
     "current_platform": lambda: SimpleNamespace(is_rocm=lambda: False, is_xpu=lambda: False),

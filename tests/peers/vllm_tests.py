@@ -20,6 +20,7 @@ import pytest
 import vllm_command
 import vllm_server
 import vllm_stub
+from reference_model import HfRunner
 
 EXPECTED = Path(__file__).with_name("vllm_expected.json")
 STARTS_A_SERVER = re.compile(r'\bRemote\w+Server\(|"run-batch"')
@@ -61,8 +62,9 @@ def local_asset_server() -> None:
 
 
 @pytest.fixture(scope="module")
-def hf_runner() -> None:
-    pytest.skip("compares with the weights of another model")
+def hf_runner() -> type[HfRunner]:
+    """What transformers computes with the model that is served."""
+    return HfRunner
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
