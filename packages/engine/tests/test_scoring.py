@@ -784,7 +784,7 @@ def test_the_prompts_of_a_checkpoint_are_put_before_texts(tmp_path: Path) -> Non
     llm = scorer(checkpoint)
     for name, vector in zip((None, "query", "document"), plain, strict=True):
         assert close(llm.embed("a", prompt_name=name)[0].vector, vector)
-    with pytest.raises(InvalidRequest, match="'code' is none of this model's prompts"):
+    with pytest.raises(InvalidRequest, match="'code', none of this model's prompts"):
         llm.embed("a", prompt_name="code")
     write(checkpoint, "config_sentence_transformers.json", declaration | {"default_prompt_name": "query"})  # fmt: skip  # noqa: E501
     llm = scorer(checkpoint)

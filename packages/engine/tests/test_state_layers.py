@@ -636,6 +636,9 @@ def test_states_of_prefixes_have_a_part_of_the_memory_of_the_cache(hybrid: Path)
     assert (scarce.facts.num_state_snapshots, scarce.facts.limits.num_blocks) == (1, 17)
     none = make_core(hybrid, num_blocks=None, kv_cache_memory=17 * of_block)
     assert (none.facts.num_state_snapshots, none.facts.limits.num_blocks) == (0, 17)
+    # So do the blocks that the user asks for.
+    asked = make_core(hybrid, num_blocks=25, kv_cache_memory=25 * of_block + of_state)
+    assert (asked.facts.num_state_snapshots, asked.facts.limits.num_blocks) == (1, 25)
 
 
 @pytest.mark.parametrize("family", [HYBRID] if SESSION_DEVICE else ["Jamba"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import re
@@ -55,7 +56,7 @@ from trencadis.engine.devices.cpu.tiled_linear import (
     load_linear_kernel,
 )
 from trencadis.engine.models import layer_inputs, rounded_weights
-from trencadis.engine.models.layer_inputs import products_of_inputs
+from trencadis.engine.models.layer_inputs import products_of_inputs, text_tokens
 from trencadis.engine.models.loader import inspect_model, load_model
 from trencadis.engine.models.packed_weight import PackedWeight, QuantizedEmbedding, QuantizedLinear
 from trencadis.engine.models.rounded_weights import round_weights, rounded_int4, rounded_int8
@@ -885,6 +886,37 @@ def test_int4_weighs_errors_by_the_inputs_of_each_layer(
             own.shape == products.shape and (own - products).abs().max() < 0.1 * size
             for own in expected
         )
+
+
+def test_inputs_that_always_go_together_can_be_made_up_for() -> None:
+    """In fp32 a quarter of these products had an inverse that was not positive definite."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(200, 1, 32, generator=generator)
+    weight = torch.randn(3, 200 * 32, generator=generator).bfloat16()
+    packed = rounded_int4(weight, products=inputs.transpose(1, 2) @ inputs)
+    assert packed.unpacked().isfinite().all()
+
+
+def test_of_a_layer_that_few_tokens_reach_the_squares_are_measured(model_of_groups: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_of_groups, dtype=torch.bfloat16)
+    for tokens, has_products in ((list(range(256)) * 3, True), (list(range(200)), False)):
+        products = products_of_inputs(model, tokens)
+        assert products
+        for each in products.values():
+            others = each - torch.diag_embed(each.diagonal(dim1=1, dim2=2))
+            assert bool(others.any()) == has_products
+
+
+def test_no_code_of_a_checkpoint_is_run_for_its_tokenizer(
+    model_of_groups: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(model_of_groups, tmp_path / "model"))
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "own.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w').close()")
+    text_tokens(str(source))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

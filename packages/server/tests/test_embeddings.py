@@ -301,7 +301,7 @@ async def test_documents_that_are_equally_similar_keep_their_order(client):
         ({"query": "a", "documents": [{"image": "a"}]}, "documents"),
         ({"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
         ({"query": "a" * 256, "documents": ["a"]}, "query"),
-        ({"query": "a", "documents": ["a"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
+        ({"query": "a", "documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
     ],
 )
 async def test_what_cannot_be_ranked_is_refused_by_name(client, engine, fields, param):

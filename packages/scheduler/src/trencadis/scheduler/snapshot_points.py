@@ -67,10 +67,11 @@ class SnapshotPoints:
         least = self._least_tokens
         if num_tokens - num_hit_tokens < least or not group.allocated_seqs:
             return False
-        points = group.snapshot_points
-        if any(num_tokens - least < point <= num_tokens for point in points):
+        points, leader = group.snapshot_points, group.allocated_seqs[0]
+        # A snapshot of an earlier point is a hit already, or it is gone.
+        first = max(num_tokens - least, leader.num_computed_tokens)
+        if any(first < point <= num_tokens for point in points):
             return True
-        leader = group.allocated_seqs[0]
         if max(leader.num_computed_tokens, self._ends.get(leader.seq_id, 0)) >= num_tokens:
             return False
         later = [point for point in points if point >= num_tokens + least]

@@ -28,7 +28,7 @@ from trencadis.kvcache import (
     TierTransfers,
 )
 
-_FORMAT = 3
+_FORMAT = 4
 """Raised with each change of what the bytes of a block mean."""
 
 _SETTINGS = (

@@ -186,8 +186,9 @@ def _making_up(products: torch.Tensor) -> torch.Tensor:
 
     The rows of GPTQ's Cholesky factor of the inverse, each divided by its diagonal.
     """
-    factor: torch.Tensor = torch.linalg.cholesky(torch.linalg.inv(products), upper=True)
-    return factor / factor.diagonal(dim1=1, dim2=2)[..., None]
+    # In fp32 the inverse of inputs that nearly always go together is not positive definite.
+    factor: torch.Tensor = torch.linalg.cholesky(torch.linalg.inv(products.double()), upper=True)
+    return (factor / factor.diagonal(dim1=1, dim2=2)[..., None]).float()
 
 
 def _int4_steps(groups: torch.Tensor, scale: torch.Tensor, makes_up: torch.Tensor) -> torch.Tensor:

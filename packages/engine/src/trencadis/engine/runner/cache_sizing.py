@@ -124,8 +124,9 @@ class CacheSizing:
     def num_snapshots(self, plan: MemoryPlan) -> int:
         """Slots for the states after cached prefixes; 0 without states or prefix caching.
 
-        Two for each of ``max_num_seqs`` sequences, in at most a quarter of the memory of the cache,
-        and beside one sequence of ``max_model_len``. 0 where states have static places.
+        Two for each of ``max_num_seqs`` sequences, in at most a quarter of the memory that the
+        cache may take, and beside ``num_blocks``, or one sequence of ``max_model_len``. 0 where
+        states have static places.
         """
         config, state_bytes = self._config, self.state_bytes
         keeps = self.may_keep_snapshots and not self._device.static_states
@@ -133,8 +134,9 @@ class CacheSizing:
             return 0
         limit = self._cache_memory
         memory = int(plan.kv_cache) if limit is None else min(limit, int(plan.kv_cache))
-        num_blocks = 1 + blocks_of_sequence(config, self._max_model_len, self.groups.windows)
-        memory = min(memory // _SNAPSHOT_PART, memory - num_blocks * self.block_bytes)
+        of_sequence = blocks_of_sequence(config, self._max_model_len, self.groups.windows)
+        least = config.num_blocks or 1 + of_sequence
+        memory = min(memory // _SNAPSHOT_PART, memory - least * self.block_bytes)
         return max(0, min(_SNAPSHOTS_PER_SEQUENCE * config.max_num_seqs, memory // state_bytes))
 
     @property

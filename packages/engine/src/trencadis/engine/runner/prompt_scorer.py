@@ -97,7 +97,7 @@ class PromptScorer:
             token_ids.extend(wanted.token_ids)
         packed = np.array((rows, token_ids), np.int32)
         best = MAX_LOGPROBS
-        if not self._compiled:  # finding the 20 best takes a fifth of the scoring
+        if self._device.dynamic_shapes:  # finding the 20 best takes a fifth of the scoring
             best = max(wanted.num_logprobs for wanted in targets.values())
         outputs = []
         for start in range(0, len(rows), ROWS):

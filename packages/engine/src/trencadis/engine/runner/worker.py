@@ -493,9 +493,9 @@ class Worker:
         return spec
 
     def _check_cache_dtype(self) -> None:
-        name, computed = self.config.kv_cache_dtype, sorted(self.device.kv_cache_dtypes)
+        name, computed = self.config.kv_cache_dtype, self.device.kv_cache_dtypes
         if name != "auto" and name not in computed:
-            others = f"use {', '.join(computed)}" if computed else "serve on cpu"
+            others = f"use {', '.join(sorted(map(str, computed)))}" if computed else "serve on cpu"
             raise ConfigError(
                 f"kv_cache_dtype {name} is not computed on {self.device.name}: leave it out, or "
                 f"{others}",
