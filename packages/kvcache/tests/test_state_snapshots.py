@@ -368,3 +368,19 @@ def test_a_wrong_reservation_changes_nothing() -> None:
     with pytest.raises(InvalidSetting, match="num_snapshots"):
         StateSnapshots(3, 0)
     assert manager.reserve_snapshot(0, 4) == 3
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_one_that_is_replaced_first_is_so_until_there_is_a_hit_on_it(is_used: bool) -> None:
+    manager = make(2)
+    for seq_id in (0, 1):
+        manager.allocate(seq_id, [seq_id] * 5)
+        manager.reserve_snapshot(seq_id, 2, is_replaced_first=seq_id == 1)
+        manager.mark_computed(seq_id, 2)
+    if is_used:
+        manager.allocate(2, [1] * 5)
+        manager.snapshot_slot(2)
+    manager.allocate(3, [3] * 5)
+    assert manager.reserve_snapshot(3, 2) is not None
+    hits = [manager.allocate(10 + token, [token] * 5) for token in (0, 1)]
+    assert hits == ([0, 2] if is_used else [2, 0])

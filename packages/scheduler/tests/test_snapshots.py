@@ -244,3 +244,20 @@ def test_slots_and_snapshots_must_fit_together() -> None:
     blocks = BlockManager(cache, snapshots=StateSnapshots(4, 1))
     with pytest.raises(ConfigError, match=r"begin with slot 4, .* has 3: make StateSnapshots\(3"):
         Scheduler(config, blocks, state_slots=StateSlots(3))
+
+
+def test_a_long_prompt_leaves_the_snapshots_of_others() -> None:
+    runner = make(num_snapshots=8, max_num_batched_tokens=LEAST + 4)
+    prompts = {name: [ord(name)] * (LEAST + 2) for name in "abcd"}
+
+    def hits(number: int) -> list[int]:
+        groups = []
+        for name, prompt in prompts.items():
+            groups.append(runner.add(request(f"{name}{number}", prompt)))
+            runner.run()
+        return [cached(group) for group in groups]
+
+    assert [hits(number) for number in range(2)] == [[0] * 4, [LEAST] * 4]
+    runner.add(request("long", [99] * (9 * LEAST + 1)))
+    runner.run()
+    assert hits(2) == [LEAST] * 4

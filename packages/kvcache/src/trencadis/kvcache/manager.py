@@ -162,11 +162,14 @@ class BlockManager:
             return None
         return self.snapshots.use(keys[-1])
 
-    def reserve_snapshot(self, seq_id: int, num_tokens: int) -> int | None:
+    def reserve_snapshot(
+        self, seq_id: int, num_tokens: int, *, is_replaced_first: bool = False
+    ) -> int | None:
         """A slot for the state that a sequence on the device will have after ``num_tokens``.
 
         The runtime copies the state to it after the forward pass that computes the last of these
-        tokens, and before the next one; `mark_computed` makes it a snapshot. None where no slot
+        tokens, and before the next one; `mark_computed` makes it a snapshot, which is replaced
+        before others if ``is_replaced_first``, until there is a hit on it. None where no slot
         is free, or the content of the sequence is not shared. Raises `InvalidSetting` without
         ``snapshots``, and for tokens that are computed, have no slots, or end within a block.
         """
@@ -182,7 +185,7 @@ class BlockManager:
             )
         if sequence.keys is None:
             return None
-        return self.snapshots.reserve(seq_id, num_tokens)
+        return self.snapshots.reserve(seq_id, num_tokens, is_replaced_first=is_replaced_first)
 
     def num_computed_tokens(self, seq_id: int) -> int:
         """The number of slots of a sequence that `mark_computed` has recorded."""

@@ -37,6 +37,8 @@ class StateSnapshots:
         """By the digest of the last block of the prefix, the least recently used one first."""
         self._reserved: dict[int, dict[int, int]] = {}
         """The slots of each sequence, by the number of tokens that the state will stand for."""
+        self._replaced_first: set[tuple[int, int]] = set()
+        """Sequences and tokens of reserved slots whose snapshots will count as least used."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -67,10 +69,13 @@ class StateSnapshots:
             self._kept.move_to_end(key.digest)
         return slot
 
-    def reserve(self, seq_id: int, num_tokens: int) -> int | None:
+    def reserve(
+        self, seq_id: int, num_tokens: int, *, is_replaced_first: bool = False
+    ) -> int | None:
         """A slot for the state that a sequence will have after ``num_tokens``, whole blocks.
 
-        The state is to be copied to it before it changes again. None where all slots are reserved.
+        The state is to be copied to it before it changes again. The snapshot will be replaced
+        before others, if asked for, until it is used. None where all slots are reserved.
         """
         reserved = self._reserved.get(seq_id, {})
         if num_tokens in reserved:
@@ -82,6 +87,8 @@ class StateSnapshots:
         else:
             return None
         self._reserved.setdefault(seq_id, {})[num_tokens] = slot
+        if is_replaced_first:
+            self._replaced_first.add((seq_id, num_tokens))
         return slot
 
     def keep(self, seq_id: int, keys: Sequence[BlockKey], block_size: int) -> None:
@@ -94,13 +101,17 @@ class StateSnapshots:
                 self._free.append(slot)
             else:
                 self._kept[key.digest] = key, slot
+                if (seq_id, num_tokens) in self._replaced_first:
+                    self._kept.move_to_end(key.digest, last=False)
+            self._replaced_first.discard((seq_id, num_tokens))
         if not reserved:
             self._reserved.pop(seq_id, None)
 
     def release(self, seq_id: int) -> None:
         """Take back what is reserved for a sequence: what it computes is lost, or not shared."""
-        if seq_id in self._reserved:
-            self._free += self._reserved.pop(seq_id).values()
+        for num_tokens, slot in self._reserved.pop(seq_id, {}).items():
+            self._free.append(slot)
+            self._replaced_first.discard((seq_id, num_tokens))
 
     def clear(self) -> None:
         """Drop all snapshots, and what is reserved."""

@@ -8,7 +8,8 @@ these tokens. So a chunk ends at a block boundary where a snapshot pays:
   for one that continues it.
 - where a cached prefix without a snapshot ends, or that of a request that waits for this one:
   there prompts diverge, and further ones may.
-- where the budget of a step divides a prompt. So one that is recomputed begins there, too.
+- where the budget of a step divides a prompt. So one that is recomputed begins there, too. Of
+  these a long prompt has many: they are replaced before others.
 
 Each is at least `LEAST_BLOCKS` after the one before: a further chunk takes the time of a short
 prompt. vLLM's ``mamba_cache_mode`` ``align`` and SGLang's ``MambaRadixCache`` keep states of such
@@ -96,14 +97,15 @@ class SnapshotPoints:
         """
         group = sequence.group
         self._ends[sequence.seq_id] = end
-        if end not in group.snapshot_points:
+        is_point = end in group.snapshot_points
+        if not is_point:
             is_far = end - group.last_snapshot >= self._least_tokens
             if end % self._block_size or end == sequence.num_slots or not is_far:
                 return
         group.last_snapshot = end
         if self._has_snapshot(group, end):
             return
-        slot = self._blocks.reserve_snapshot(sequence.seq_id, end)
+        slot = self._blocks.reserve_snapshot(sequence.seq_id, end, is_replaced_first=not is_point)
         if slot is not None:
             self._due[sequence.seq_id] = BlockCopy(self._state_slots.slot(sequence.seq_id), slot)
 
