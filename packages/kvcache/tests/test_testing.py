@@ -13,7 +13,7 @@ from trencadis.kvcache.nano_vllm import NanoBlockManager
 from trencadis.kvcache.testing import DEFAULT_SETTINGS, AllocatorFault, check_allocator
 
 FIRST_FAULT = settings(
-    DEFAULT_SETTINGS, max_examples=400, stateful_step_count=25, phases=[Phase.generate]
+    DEFAULT_SETTINGS, max_examples=4000, stateful_step_count=25, phases=[Phase.generate]
 )
 """Without the search for the shortest example, which takes seconds."""
 
