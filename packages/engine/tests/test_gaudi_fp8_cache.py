@@ -375,6 +375,21 @@ def test_kernels_that_differ_are_not_used(
     EngineCore(config_of(model, kv_cache_dtype="auto", warmup="none"))
 
 
+def test_blocks_that_cannot_be_swapped_are_found_at_the_start(
+    lazy_gaudi: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = torch.stack
+
+    def without_fp8(tensors: Any, *arguments: Any, **fields: Any) -> torch.Tensor:
+        if tensors[0].dtype in LARGEST:
+            raise RuntimeError("stack of FP8 is not implemented")
+        return stack(tensors, *arguments, **fields)
+
+    monkeypatch.setattr(torch, "stack", without_fp8)
+    with pytest.raises(ConfigError, match="stack and copies to the host"):
+        EngineCore(config_of(model, warmup="none"))
+
+
 @pytest.mark.parametrize("name", ["GAUDI2", "GAUDI3"])
 @pytest.mark.parametrize("kept", LARGEST)
 def test_each_gaudi_reads_what_the_other_has_written(

@@ -90,8 +90,8 @@ def check_kernels(device: torch.device, dtype: torch.dtype, kept: torch.dtype) -
     trial = functools.partial(cache_trial, device, dtype, kept)
     if not agrees("cast_from_fp8", trial, dtype):
         raise ConfigError(
-            "kv_cache_dtype: FP8 needs cast_to_fp8_v2, cast_from_fp8, index_copy_ and "
-            "index_select, which fail or differ here: leave it out",
+            "kv_cache_dtype: FP8 needs cast_to_fp8_v2, cast_from_fp8, index_copy_, index_select, "
+            "stack and copies to the host, some of which fail or differ here: leave it out",
             "kv_cache_dtype",
         )
 
@@ -104,7 +104,10 @@ def cache_trial(
     kv_heads: int = 2,
     width: int = 16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of FP8 that were written and gathered in blocks, some of them beyond the largest."""
+    """Rows of FP8 that were written, swapped out and in, and gathered in blocks.
+
+    Some are beyond the largest.
+    """
     values = torch.Generator().manual_seed(0)
     rows = torch.randn(6, kv_heads, width, generator=values) * 2.0 ** torch.arange(-4, 8, 2).view(
         -1, 1, 1
@@ -117,5 +120,9 @@ def cache_trial(
     expected[slots] = bounded.to(kept).float()
     held = torch.zeros(12, kv_heads, width, dtype=kept, device=device)
     held.index_copy_(0, slots.to(device), as_kept(rows.to(device), kept))
+    # As `RowCopier` swaps blocks, on the host as bytes.
+    on_host = torch.stack((held, held), dim=1).cpu().view(torch.uint8)
+    swapped = on_host.view(kept).to(device).unbind(1)[1]
+    held = torch.zeros_like(held).index_copy_(0, torch.arange(12, device=device), swapped)
     found = CachedRows(held, 4, dtype).of_sequences(blocks.to(device), 1).cpu()
     return found, expected.view(3, 4, kv_heads, width)[blocks].flatten(0, 1).transpose(0, 1)[None]
