@@ -439,9 +439,9 @@ def test_a_core_whose_memory_was_taken_sleeps_on(
     switcher.sleep(level)
     own = getattr(kind, part)
 
-    def full(self: object, *args: Any) -> Any:
+    def full(self: object, *args: Any, **fields: Any) -> Any:
         if args[:2] == (1, 0):  # the cache of a core that sleeps
-            return own(self, *args)
+            return own(self, *args, **fields)
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
