@@ -242,7 +242,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.models": [
         {
             "broken_files",
-            *("chat_templates", "layer_inputs"),
+            "chat_templates",
             "layer_spec",
             "logit_head",
             "packed_weight",
@@ -257,7 +257,7 @@ FLOORS: dict[str, list[set[str]]] = {
         },
         {
             *("adapter_files", "adapter_operator", "cache_scales", "declared_modules"),
-            *("gguf_blocks", "hub"),
+            *("gguf_blocks", "hub", "layer_inputs"),
             "packed_formats",
             "paged_context",
             *("rank_part", "rounded_weights", "score_heads"),
