@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,14 @@ def served_by(core: EngineCore) -> dict[str, list[Any]]:
 
 
 @torch.no_grad()
-def largest_error(model: Any, served: dict[str, list[Any]]) -> float:
+def largest_error(
+    model: Any, served: dict[str, list[Any]], prompts: Mapping[str, Sequence[int]] = PROMPTS
+) -> float:
     """Between the log-probabilities of the tokens and those that a model gives for them."""
     errors = []
     for key, tokens in served.items():
-        ids = [*PROMPTS[key], *(token.token_id for token in tokens)]
-        logits = model(torch.tensor([ids])).logits[0, len(PROMPTS[key]) - 1 : -1]
+        ids = [*prompts[key], *(token.token_id for token in tokens)]
+        logits = model(torch.tensor([ids])).logits[0, len(prompts[key]) - 1 : -1]
         expected = logits.log_softmax(-1)
         errors += [
             abs(float(expected[place, token.token_id]) - token.logprobs.chosen.logprob)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from model_families import save_family
 from request_mix import finish
 from safetensors.torch import load_file, save_file
+from test_gaudi_fp8 import largest_error as error_beside
 from test_packed_weights import FORMATS, quantize
 from test_quantized_cache import prompt_logprobs
 from test_ranks import start  # noqa: F401  (a fixture)
@@ -119,7 +120,6 @@ def save_scales(directory: Path, **scales: torch.Tensor) -> None:
     save_file({**load_file(file), **own}, file, metadata={"format": "pt"})
 
 
-@torch.no_grad()
 def largest_error(
     model: Path,
     served: dict[str, list[Any]],
@@ -142,16 +142,7 @@ def largest_error(
     reference = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="rounds_its_cache"
     )
-    errors = []
-    for key, tokens in served.items():
-        ids = [*PROMPTS[key], *(token.token_id for token in tokens)]
-        logits = reference(torch.tensor([ids])).logits[0, len(PROMPTS[key]) - 1 : -1]
-        expected = logits.log_softmax(-1)
-        errors += [
-            abs(float(expected[place, token.token_id]) - token.logprobs.chosen.logprob)
-            for place, token in enumerate(tokens)
-        ]
-    return max(errors)
+    return error_beside(reference, served, PROMPTS)
 
 
 @modes

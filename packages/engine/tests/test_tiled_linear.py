@@ -769,7 +769,7 @@ def test_int4_rounds_with_less_error_than_the_largest_weight_alone_asks_for() ->
     scale = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8
     of_largest = ((groups / scale).round().clamp(-8, 7) * scale - groups).square().sum()
     error = (rounded_int4(weight).unpacked() - weight.float()).square().sum()
-    assert error < 0.93 * of_largest
+    assert error < 0.9 * of_largest
     assert not rounded_int4(torch.zeros(3, 64).bfloat16()).unpacked().any()
 
 

@@ -203,7 +203,8 @@ def test_no_part_of_a_marker_is_content_and_arguments_come_bit_by_bit(name):
     events = [event for letter in EXAMPLES[name] for event in parser.push(letter)]
     content, _, _ = found(events + parser.finish())
     assert content in ("", "Sure!")
-    assert sum(isinstance(event, CallArguments) for event in events) > 15
+    least = 15 if name == "pythonic" else 20  # characters of its arguments are fewer
+    assert sum(isinstance(event, CallArguments) for event in events) > least
 
 
 OTHER_FORMS = [

@@ -45,7 +45,7 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _GIB = 1 << 30
 
-_TRIED_STEPS = (1.05, 1.0, 0.93, 0.86, 0.8)
+_TRIED_STEPS = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Sizes of a step of 4 bits that are tried, beside that which reaches a group's largest weight."""
 
 _DAMPING = 1e-3

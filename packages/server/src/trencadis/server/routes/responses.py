@@ -259,8 +259,8 @@ class ResponsesWriter(ResponseWriter):
     ) -> Iterator[str]:
         name = f"response.{_TEXT_EVENTS[block.kind]}.done"
         if block.kind == "call":
-            called = self._names.get(block.name, NamespacedName(block.name))
-            yield self._event(name, **within, name=called.name, arguments=block.text)
+            called = self._called(block).name
+            yield self._event(name, **within, name=called, arguments=block.text)
         else:
             logprobs = self._logprobs.get(block.index, [])
             extra: dict[str, Any] = {"logprobs": logprobs} if block.kind == "text" else {}
@@ -305,7 +305,7 @@ class ResponsesWriter(ResponseWriter):
             return OutputMessage(id=item_id, status=status, content=[part])
         if block.kind == "reasoning":
             return ReasoningItem(id=item_id, status=status, content=[ReasoningText(text=text)])
-        called = self._names.get(block.name, NamespacedName(block.name))
+        called = self._called(block)
         return FunctionCallItem(
             id=item_id,
             call_id=block.call_id,
@@ -314,6 +314,10 @@ class ResponsesWriter(ResponseWriter):
             arguments=text,
             status=status,
         )
+
+    def _called(self, block: Block) -> NamespacedName:
+        """The function of a call; a model may name one that there is not."""
+        return self._names.get(block.name, NamespacedName(block.name))
 
     def _status_of(self, block: Block, reason: FinishReason | None) -> ItemStatus:
         """The status of a block that has ended, in the delta with this finish reason."""
