@@ -257,7 +257,7 @@ FLOORS: dict[str, list[set[str]]] = {
         },
         {
             *("adapter_files", "adapter_operator", "cache_scales", "declared_modules"),
-            *("gguf_blocks", "hub", "layer_inputs"),
+            *("gguf_blocks", "hub", "layer_inputs", "measured_scales"),
             "packed_formats",
             "paged_context",
             *("rank_part", "rounded_weights", "score_heads"),

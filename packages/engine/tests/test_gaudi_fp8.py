@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,20 @@ import pytest
 import torch
 from adapters import Reference, save_adapter
 from request_mix import finish
-from test_packed_weights import FORMATS, quantize
+from safetensors.torch import load_file, save_file
+from test_packed_weights import FORMATS, INPUT_SCALE, quantize
 from test_ranks import start  # noqa: F401  (a fixture)
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from trencadis.engine import ConfigError, EngineConfig, EngineCore, GenerateRequest, SamplingParams
+from trencadis.engine import (
+    ConfigError,
+    EngineConfig,
+    EngineCore,
+    GenerateRequest,
+    ModelError,
+    SamplingParams,
+)
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import HPUDevice
@@ -34,7 +43,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs
 PROMPTS = {"a": tuple(range(1, 30)), "b": (7,), "c": tuple(range(100, 117))}
 NUM_LAYERS = 14
 """Linear layers of the tiny model's two decoder layers."""
-FORMS = ("fp8 by channel", "fp8 by blocks")
+WITH_INPUT_SCALES = (
+    "fp8 with scales of inputs",
+    "fp8 with scales of inputs of compressed-tensors",
+)
+FORMS = ("fp8 by channel", "fp8 by blocks", *WITH_INPUT_SCALES)
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +59,23 @@ def plain(tmp_path_factory: pytest.TempPathFactory, make_tiny_model: Any) -> Pat
 class OnTheHost(nn.Module):
     """The product of numbers that are rounded to E4M3, by PyTorch."""
 
-    def __init__(self, weight: torch.Tensor, *, rounds_weight: bool) -> None:
+    def __init__(
+        self, weight: torch.Tensor, *, rounds_weight: bool, input_scale: float | None = None
+    ) -> None:
         super().__init__()
         self.weight = rounded(weight) if rounds_weight else weight
+        self.input_scale = input_scale
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rounded(rows) @ self.weight.t()
+        if self.input_scale is None:
+            return rounded(rows) @ self.weight.t()
+        return with_scale(rows, self.input_scale, 448) @ self.weight.t()
+
+
+def with_scale(rows: torch.Tensor, scale: float, largest: float) -> torch.Tensor:
+    """In E4M3, which ends at ``largest``, and back."""
+    bounded = (rows / scale).clamp(-largest, largest)
+    return bounded.to(torch.float8_e4m3fn).float() * scale
 
 
 def rounded(rows: torch.Tensor) -> torch.Tensor:
@@ -60,11 +84,11 @@ def rounded(rows: torch.Tensor) -> torch.Tensor:
     return (rows / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-def on_the_host(expanded: Path, *, rounds_weight: bool) -> Any:
+def on_the_host(expanded: Path, **given: Any) -> Any:
     model = AutoModelForCausalLM.from_pretrained(expanded, dtype=torch.float32)
     for name, layer in list(model.named_modules()):
         if name.endswith("_proj"):
-            model.set_submodule(name, OnTheHost(layer.weight, rounds_weight=rounds_weight))
+            model.set_submodule(name, OnTheHost(layer.weight, **given))
     return model
 
 
@@ -115,7 +139,11 @@ def test_a_checkpoint_in_fp8_is_served_in_fp8(
 ) -> None:
     model = quantize(plain, tmp_path, *FORMATS[form])
     expanded = tmp_path / "expanded"
-    reference = on_the_host(expanded, rounds_weight=form == "fp8 by blocks")
+    reference = on_the_host(
+        expanded,
+        rounds_weight=form == "fp8 by blocks",
+        input_scale=INPUT_SCALE if form in WITH_INPUT_SCALES else None,
+    )
     counters = request.getfixturevalue(f"{mode}_gaudi").counters
     core = core_of(model)
     layers = layers_in(core, FP8Linear)
@@ -130,6 +158,35 @@ def test_a_checkpoint_in_fp8_is_served_in_fp8(
     assert core.stats.num_cold_forwards == 0
     assert counters.since(before).fallbacks == 0
     core.close()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, [1.0, 2.0]])
+def test_a_scale_of_inputs_that_is_none_is_named(plain: Path, tmp_path: Path, scale: Any) -> None:
+    model = quantize(plain, tmp_path, *FORMATS[WITH_INPUT_SCALES[0]])
+    file = model / "model.safetensors"
+    name = "model.layers.1.mlp.up_proj.input_scale"
+    save_file({**load_file(file), name: torch.tensor(scale)}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj .* input_scale is"):
+        load_model(inspect_model(str(model)), torch.device("cpu"), torch.float32, 64)
+
+
+@pytest.mark.parametrize("name", ["GAUDI2", "GAUDI3"])
+def test_scales_of_inputs_are_doubled_where_numbers_end_at_240(
+    name: str, eager_gaudi: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a layer whose weights are not halved, such as a rank's part."""
+    monkeypatch.setenv("GAUDI_STANDIN_NAME", name)
+    rows = torch.randn(5, 64) * 3
+    for largest in (448, 200):
+        packed = attrs.evolve(
+            packed_layer(largest=largest).packed, input_scale=torch.tensor([0.01])
+        )
+        model = nn.ModuleDict({"layer": QuantizedLinear(packed)})
+        device = HPUDevice().torch_device
+        use_fp8_products(model.to(device), device, torch.float32, is_gaudi2=name == "GAUDI2")
+        found = model["layer"](rows.to(device)).cpu()
+        scale, end = (0.02, 240) if name == "GAUDI2" else (0.01, 448)
+        torch.testing.assert_close(found, with_scale(rows, scale, end) @ packed.unpacked().t())
 
 
 @pytest.mark.slow

@@ -137,12 +137,24 @@ def plain_int8(outputs: int, inputs: int) -> tuple[Mapping[str, Any], Array]:
     return {"weight": steps, "weight_scale": scales}, steps * scales
 
 
-def fp8(shape: Callable[[int], tuple[int, ...]], name: str = "weight_scale") -> Packs:
+INPUT_SCALE = 0.01
+"""Of FP8 layers with a scale of inputs, of which some are beyond 448 times that."""
+
+
+def fp8(
+    shape: Callable[[int], tuple[int, ...]],
+    name: str = "weight_scale",
+    *,
+    inputs_shape: tuple[int, ...] | None = None,
+) -> Packs:
     def pack(outputs: int, inputs: int) -> tuple[Mapping[str, Any], Array]:
         steps = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
         scales = np.full(shape(outputs), 0.03, np.float32)
         weight = steps.float().numpy() * scales.reshape(-1, 1)
-        return {"weight": steps, name: scales}, weight
+        of_inputs = {}
+        if inputs_shape is not None:
+            of_inputs["input_scale"] = np.full(inputs_shape, INPUT_SCALE, np.float32)
+        return {"weight": steps, name: scales, **of_inputs}, weight
 
     return pack
 
@@ -222,6 +234,22 @@ FORMATS: dict[str, tuple[dict[str, Any], Packs]] = {
     "fp8 of one scale, by transformers": (
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
         fp8(lambda _: (), "weight_scale_inv"),
+    ),
+    "fp8 with scales of inputs": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        fp8(lambda outputs: (), inputs_shape=()),
+    ),
+    "fp8 with scales of inputs of compressed-tensors": (
+        {
+            **compressed("float-quantized", 8, "channel", "float"),
+            "config_groups": {"a": {
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+                "input_activations": {
+                    "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False,
+                },
+            }},
+        },
+        fp8(lambda outputs: (outputs, 1), inputs_shape=(1,)),
     ),
     "fp8 by blocks": (
         {

@@ -219,6 +219,7 @@ def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture
         *(("score_prompt", value) for value in (5, "yes", None)),
         *(("tensor_parallel_size", value) for value in (0, -1, 1.5, True, None)),
         *(("quantization", value) for value in (8, "bits", None)),
+        *(("quant_config", value) for value in (5, b"m")),
         *(("enable_lora", value) for value in (1, "yes", None)),
         *(("lora_modules", value) for value in (["a=b"], {"a": 3}, {"": "b"}, {"a": ""}, None)),
         *(("max_loras", value) for value in (0, 1.5, 1025, None)),

@@ -61,6 +61,7 @@ ENGINE = {
     "runner": ("pooling", "pooling"),
     "score_prompt": ("joined", "joined"),
     "quantization": ("int8", "int8"),
+    "quant_config": ("quant.json", "quant.json"),
     "kv_cache_dtype": ("fp8", "fp8"),
     "fp32_softmax": ("true", True),
     "enable_lora": ("", True),

@@ -34,6 +34,7 @@ _FORMAT = 4
 _SETTINGS = (
     "block_size",
     "quantization",
+    "quant_config",
     "kv_cache_dtype",
     "fp32_softmax",
     "tensor_parallel_size",

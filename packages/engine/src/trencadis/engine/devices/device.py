@@ -206,6 +206,10 @@ class Device(abc.ABC):
         del form
         return WeightUse.EXPANDED
 
+    def calibrated_as(self) -> str | None:
+        """The device in `measured_scales` whose FP8 this one has; None: it has no such scales."""
+        return None
+
     def optimize(self, model: nn.Module) -> None:  # noqa: B027 - a device may have nothing to do
         """Change a loaded model in place for speed: weight layouts, fused kernels."""
 

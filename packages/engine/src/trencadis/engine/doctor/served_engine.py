@@ -59,7 +59,7 @@ class ServedEngine:
     @property
     def rounds_inputs(self) -> bool:
         """Whether layers round what they multiply, as a product with weights in FP8 does."""
-        form = self.spec.weight_format(self.config.quantization)
+        form = self.spec.weight_format(self.config.rounding)
         if form is None or not form.is_float:
             return False
         return self.device.weight_use(form) is WeightUse.MULTIPLIED

@@ -1,4 +1,5 @@
-"""The scales that a checkpoint has for its KV cache, one for keys and one for values of a layer.
+"""The scales that a checkpoint or a calibration has for a KV cache: one for the keys of a layer and
+one for its values.
 
 A cache without scales of its own keeps keys and values divided by them. Scores do not change where
 queries are multiplied by the scale of keys, nor does attention where what it makes of values is
@@ -29,19 +30,30 @@ _CALIBRATED_FOR = torch.finfo(torch.float8_e4m3fn).max
 """What a scale of a checkpoint makes the largest number that was seen."""
 
 
-def use_cache_scales(model: nn.Module, source: str, largest: float) -> int:
+def use_cache_scales(
+    model: nn.Module,
+    source: str,
+    largest: float,
+    measured: Mapping[int, Mapping[str, float]] | None = None,
+) -> int:
     """Give the layers of a model their scales in its checkpoint; returns how many have some.
 
-    ``largest``: what the cache holds at most. Raises `ModelError` for a scale that is not a number.
+    ``largest``: what the cache holds at most. ``measured``: scales in place of the checkpoint's,
+    which are for a cache of this kind. Raises `ModelError` for a scale that is not a number.
     """
-    read, scaled, like = _read(source), 0, next(model.parameters())
+    read, scaled, like = (
+        _read(source) if measured is None else measured,
+        0,
+        next(model.parameters()),
+    )
+    factor = _CALIBRATED_FOR / largest if measured is None else 1.0
     for name, module in model.named_modules():
         found, spec = _MODULE.search(name), vars(module).get("layer_spec")
         if found is None or not isinstance(spec, LayerSpec) or int(found[1]) not in read:
             continue
         scales = read[int(found[1])]
         for part, buffer in (("k", "key_scale"), ("v", "value_scale")):
-            scale = _power_of_two(scales.get(part, largest / _CALIBRATED_FOR), largest)
+            scale = _power_of_two(scales[part] * factor) if part in scales else 1.0
             held = torch.tensor([scale], dtype=like.dtype, device=like.device)
             module.register_buffer(buffer, held, persistent=False)
         module.layer_spec = attrs.evolve(spec, scaled_cache=True)
@@ -49,8 +61,8 @@ def use_cache_scales(model: nn.Module, source: str, largest: float) -> int:
     return scaled
 
 
-def _power_of_two(scale: float, largest: float) -> float:
-    mantissa, exponent = math.frexp(scale * _CALIBRATED_FOR / largest)
+def _power_of_two(scale: float) -> float:
+    mantissa, exponent = math.frexp(scale)
     return math.ldexp(1.0, exponent - (mantissa == 0.5))
 
 

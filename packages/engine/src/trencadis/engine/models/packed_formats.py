@@ -2,8 +2,8 @@
 
 compressed-tensors with integers of 8 and 4 bits and FP8, FP8 as the makers of models publish it,
 GPTQ and AWQ. Each reader turns the tensors of a linear layer into a `PackedWeight`, which equals
-what the format's own definition unpacks. Activations are not quantised, whatever a checkpoint
-says of them.
+what the format's own definition unpacks. Of what a checkpoint says of activations, one scale for
+the inputs of a layer of FP8 is read.
 """
 
 from __future__ import annotations
@@ -111,8 +111,28 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
     if stored == "pack-quantized" and not is_float:
         return Packing(form, ("weight_packed",), functools.partial(_pack_quantized, bits=bits))
     if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
-        return Packing(form, ("weight_scale",), _plain_quantized)
+        inputs = group.get("input_activations") or {"dynamic": True}
+        is_static = is_float and not inputs.get("dynamic") and inputs.get("strategy") == "tensor"
+        return Packing(form, ("weight_scale",), _reader(scales_inputs=is_static))
     raise ValueError(stored)
+
+
+def _reader(*, scales_inputs: bool) -> Callable[[Tensors], PackedWeight]:
+    return _with_input_scale if scales_inputs else _plain_quantized
+
+
+def _with_input_scale(tensors: Tensors) -> PackedWeight:
+    """The layer rounds ``input / input_scale``; vLLM, ``Fp8LinearMethod`` of ``static``.
+
+    transformers calls it ``activation_scale``. A layer without is one of no scale.
+    """
+    scale = tensors.get("input_scale", tensors.get("activation_scale"))
+    if scale is None:
+        return _plain_quantized(tensors)
+    if scale.numel() != 1 or not 0 < float(scale) < math.inf:
+        shown = float(scale) if scale.numel() == 1 else f"of {scale.numel()} numbers"
+        raise ModelError(f"input_scale is {shown}, and a layer's inputs have one scale above 0")
+    return attrs.evolve(_plain_quantized(tensors), input_scale=scale.float().reshape(1))
 
 
 def _plain_quantized(tensors: Tensors) -> PackedWeight:
@@ -161,7 +181,8 @@ def _fp8(settings: Mapping[str, Any]) -> Packing:
         raise _NotRead(f"numbers of {settings['fmt']}")
     if settings.get("weight_block_size") is None:
         form, names = WeightFormat("fp8", 8, is_float=True), ("weight_scale", "weight_scale_inv")
-        return Packing(form, names, _plain_quantized)
+        is_static = settings.get("activation_scheme") == "static"
+        return Packing(form, names, _reader(scales_inputs=is_static))
     block = _block(settings["weight_block_size"])
     form = WeightFormat("fp8", 8, is_float=True, group=block[1])
     return Packing(form, ("weight_scale_inv",), functools.partial(_of_blocks, block=block))

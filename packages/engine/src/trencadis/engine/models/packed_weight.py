@@ -70,7 +70,9 @@ class PackedWeight:
     a group is ``inputs / groups`` columns that follow each other. ``zero_points`` is int16
     ``[outputs, groups]``; without them 0, or 8 for 4 bits. ``order`` is int64 ``[inputs]``: the
     input that each column multiplies, where that is another one. ``minimums``, in place of zero
-    points, are those of integers ``[outputs, groups]``.
+    points, are those of integers ``[outputs, groups]``. ``input_scale`` is fp32 ``[1]``: what is
+    rounded to FP8 is inputs divided by it, or by twice that where FP8 ends at 240; a device that
+    expands weights does not use it.
 
     Raises `ModelError` for tensors of other shapes or dtypes.
     """
@@ -80,6 +82,7 @@ class PackedWeight:
     zero_points: torch.Tensor | None = None
     order: torch.Tensor | None = None
     minimums: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
         outputs, inputs = self.shape
@@ -203,6 +206,7 @@ class QuantizedLinear(nn.Module):
     zero_points: torch.Tensor | None
     order: torch.Tensor | None
     minimums: torch.Tensor | None
+    input_scale: torch.Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None = None) -> None:
         super().__init__()

@@ -34,8 +34,9 @@ ROUNDED_FORMATS = {
     "int8": WeightFormat("int8", bits=8),
     "int4": WeightFormat("int4", bits=4, group=32),
     "fp8": WeightFormat("fp8", bits=8, is_float=True),
+    "inc": WeightFormat("inc", bits=8, is_float=True),
 }
-"""Those of `EngineConfig.quantization`."""
+"""Those of `EngineConfig.quantization`; ``inc`` by `measured_scales`."""
 
 _FEWEST_OUTPUTS = 32
 """Fewest outputs of a layer that is rounded: gates have fewer."""

@@ -35,6 +35,11 @@ from trencadis.engine.models.loader import (
     resolve_dtype,
 )
 from trencadis.engine.models.logit_head import LogitHead, keep_last_hidden
+from trencadis.engine.models.measured_scales import (
+    MeasuredScales,
+    read_measured_scales,
+    round_by_measured,
+)
 from trencadis.engine.models.packed_weight import WeightUse
 from trencadis.engine.models.paged_context import Attention
 from trencadis.engine.models.pooling import embedding_size
@@ -139,6 +144,7 @@ class Worker:
         layers = [layer.within(self._max_model_len) for layer in computed]
         check_layers(layers, device.supports, self.spec.source)
         check_weight_files(self.spec)
+        self._measured = self._read_measured(part)
         self._check_weights()
         self._check_cache_dtype()
         self._check_policy_of_misses()
@@ -167,7 +173,7 @@ class Worker:
         start = before = self._memory_use()
         self._model = load_model(
             *(self.spec, self.device.torch_device, self.dtype, self._max_model_len, self._divided),
-            round_weights=self._round_weights if self.config.quantization != "none" else None,
+            round_weights=self._round_weights if self.config.rounding != "none" else None,
         )
         if self.computes_embeddings:
             self.embedding_size = embedding_size(self._model)
@@ -175,8 +181,11 @@ class Worker:
         codes = self.device.kv_cache_dtype = CACHE_DTYPES.get(self.config.kv_cache_dtype)
         if codes is not None and codes in self.device.largest_cached:
             largest = self.device.largest_cached[codes]
-            scaled = use_cache_scales(self._model, self.spec.source, largest)
-            logger.info("KV cache in %s, with scales of the checkpoint: %d layers", codes, scaled)
+            scales = self._measured
+            measured = None if scales is None else scales.cache_scales()
+            scaled = use_cache_scales(self._model, self.spec.source, largest, measured or None)
+            whose = "calibration" if measured else "checkpoint"
+            logger.info("KV cache in %s, with scales of the %s: %d layers", codes, whose, scaled)
         self.device.optimize(self._model)
         if self.config.enable_lora:
             self.adapters.layers = self._make_slots()
@@ -195,6 +204,10 @@ class Worker:
             self._programs = self._program_store.of(self._model, self.config)
 
     def _round_weights(self, model: nn.Module) -> None:
+        if self._measured is not None:
+            count = round_by_measured(model, self._measured)
+            logger.info("inc: %d layers in FP8, by scales of %s", count, self.config.quant_config)
+            return
         quantization = self.config.quantization
         products = None
         has_states = any(layer.states for layer in self.spec.layers)
@@ -454,7 +467,7 @@ class Worker:
 
     def _check_weights(self) -> None:
         """Raise `ConfigError` for weights that are packed twice, or that the device rejects."""
-        packing, quantization = self.spec.packing, self.config.quantization
+        packing, quantization = self.spec.packing, self.config.rounding
         form = self.spec.weight_format(quantization)
         if form is None:
             return
@@ -473,6 +486,20 @@ class Worker:
                 "quantization",
             )
 
+    def _read_measured(self, part: RankPart | None) -> MeasuredScales | None:
+        """Scales that the settings name. Raises `ConfigError` where they cannot be used."""
+        file, of = self.config.quant_config, self.device.calibrated_as()
+        if file is None:
+            return None
+        if of is None:
+            raise ConfigError(
+                f"quant_config {file} has scales of a Gaudi, and the device is "
+                f"{self.device.name}: leave it out (QUANT_CONFIG), or serve on hpu",
+                "quant_config",
+            )
+        own = (0, 1) if part is None else (part.rank, part.size)
+        return read_measured_scales(file, of, *own)
+
     def _packed_or_expanded(self, spec: ModelSpec, part: RankPart | None) -> ModelSpec:
         """A GGUF file stays packed where that is computed, and is bf16 for all others."""
         packing, config = spec.packing, self.config
@@ -480,7 +507,7 @@ class Worker:
             return spec
         stays = (
             config.dtype in ("auto", "bfloat16")
-            and config.quantization == "none"
+            and config.rounding == "none"
             and config.runner == "generate"
             and part is None
             and self.device.weight_use(packing.form) is WeightUse.MULTIPLIED

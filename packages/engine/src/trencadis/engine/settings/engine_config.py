@@ -89,7 +89,7 @@ KVCacheDType = Literal[
 ]
 SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
-Quantization = Literal["none", "int8", "int4", "fp8"]
+Quantization = Literal["none", "int8", "int4", "fp8", "inc"]
 Runner = Literal["generate", "pooling"]
 ScorePrompt = Literal["auto", "template", "qwen3-reranker", "conversation", "joined"]
 OnBucketMiss = Literal["auto", "compile", "eager", "refuse"]
@@ -289,7 +289,21 @@ class EngineConfig(CapacitySettings):
         group=MODEL,
         help="rounds the bf16 weights of linear layers at load: int8, with a scale for each "
         "output, or int4, for 32 inputs, with attention and some others by int8; embedding and "
-        "output head by int8; fp8 is for hpu, which takes no other",
+        "output head by int8; on hpu fp8, or inc, by --quant-config",
+    )
+    quant_config: str | None = attrs.field(
+        default=None,
+        converter=_optional_path,
+        validator=text(optional=True),
+        metadata=setting(
+            "--quant-config",
+            env="QUANT_CONFIG",
+            metavar="FILE",
+            group=MODEL,
+            help="settings of Intel Neural Compressor: FP8 on hpu by scales that vllm-gaudi's "
+            "calibration measured",
+            default="none",
+        ),
     )
     enable_lora: bool = setting_field(
         False,
@@ -657,12 +671,32 @@ class EngineConfig(CapacitySettings):
         self._check_library_settings()
         self._check_source_of_buckets()
         self._check_programs()
+        self._check_quantization()
         self._check_adapters()
         if self.kv_tiers and not self.enable_prefix_caching:
             raise ConfigError(
                 f"kv_tiers {self.kv_tiers} keeps blocks of the prefix cache, which "
                 "enable_prefix_caching turns off: leave one of them out",
                 "kv_tiers",
+            )
+
+    @property
+    def rounding(self) -> Quantization:
+        """How weights are rounded at load: ``inc`` where a file of its settings is named."""
+        return self.quantization if self.quant_config is None else "inc"
+
+    def _check_quantization(self) -> None:
+        if self.quantization == "inc" and self.quant_config is None:
+            raise ConfigError(
+                "quantization inc needs measured scales: name the file of settings with "
+                "quant_config (QUANT_CONFIG), or choose fp8, which needs none",
+                "quant_config",
+            )
+        if self.quant_config is not None and self.quantization not in ("none", "inc"):
+            raise ConfigError(
+                f"quant_config {shown(self.quant_config)} is for quantization inc, and "
+                f"quantization is {self.quantization}: leave one of them out (QUANT_CONFIG)",
+                "quant_config",
             )
 
     def _check_adapters(self) -> None:

@@ -129,6 +129,9 @@ class HPUDevice(Device):
     def weight_use(self, form: WeightFormat) -> WeightUse:
         return WeightUse.MULTIPLIED if form.is_float else WeightUse.REJECTED
 
+    def calibrated_as(self) -> str:
+        return "GAUDI2" if self.product_name() == "GAUDI2" else "GAUDI3"
+
     def free_memory(self) -> int:
         return self._least(int(self._bridge.hpu.mem_get_info()[0]))
 
@@ -190,7 +193,7 @@ class HPUDevice(Device):
         """
         use_static_experts(model, self.torch_device)
         dtype = next(model.parameters()).dtype
-        is_gaudi2 = self.product_name() == "GAUDI2"
+        is_gaudi2 = self.calibrated_as() == "GAUDI2"
         use_fp8_products(model, self.torch_device, dtype, is_gaudi2=is_gaudi2)
         if self.kv_cache_dtype is not None:
             check_kernels(self.torch_device, dtype, self.kv_cache_dtype)

@@ -1,8 +1,8 @@
 """Linear layers with weights of FP8, whose inputs are rounded to FP8 in each call.
 
 By the bridge's ``cast_to_fp8_v2`` and ``fp8_gemm_v2`` (``hpu_ops/backend/fp8_ops.cpp`` 1.19.0),
-with a scale for each token and each output, as vllm-gaudi 091bbad calls them for such checkpoints
-(``extension/ops.py:921-957``). Scales that a checkpoint has for inputs are not used.
+with a scale for each output, and for each token or, where one is known, for all inputs, as
+vllm-gaudi 091bbad calls them for such checkpoints (``extension/ops.py:921-957``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import attrs
 import torch
 from torch import nn
 
@@ -27,10 +28,12 @@ _SMALLEST_ROW = 1e-8
 
 
 class FP8Linear(nn.Module):
-    """A linear layer whose weight has one scale for each output, and no other numbers."""
+    """A linear layer whose weight has one scale for each output, and no other numbers but one
+    scale of inputs."""
 
     steps: torch.Tensor
     scales: torch.Tensor
+    input_scale: torch.Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -38,17 +41,22 @@ class FP8Linear(nn.Module):
         self.bias = bias
         self.register_buffer("steps", weight.steps, persistent=False)
         self.register_buffer("scales", weight.scales.float().flatten(), persistent=False)
+        self.register_buffer("input_scale", weight.input_scale, persistent=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """The product with ``rows`` ``[..., inputs]``, in their dtype.
 
         The kernel takes the scales of rows beside those of outputs for two dimensions. The cast
         multiplies in the dtype of rows (``test_hpu_fp8_ops_any_mode.py:86`` of the bridge), so the
-        scale is of that one, and what undoes it is exactly its inverse.
+        scale is of that one, and what undoes it is exactly its inverse. Inputs beyond what one
+        scale was measured for become the largest number.
         """
         flat = rows.reshape(-1, self.in_features)
-        largest = flat.abs().amax(1, keepdim=True).float().clamp_min(_SMALLEST_ROW)
-        scale = (LARGEST_FP8 / largest).to(rows.dtype)
+        if self.input_scale is None:
+            largest = flat.abs().amax(1, keepdim=True).float().clamp_min(_SMALLEST_ROW)
+            scale = (LARGEST_FP8 / largest).to(rows.dtype)
+        else:
+            scale = self.input_scale.reciprocal().to(rows.dtype)
         ops, dtype = torch.ops.hpu, torch.float8_e4m3fn
         steps, _ = ops.cast_to_fp8_v2(flat, scale, False, False, dtype)
         out: torch.Tensor = ops.fp8_gemm_v2(
@@ -66,19 +74,28 @@ def use_fp8_products(
     Otherwise they are expanded in each call. Weights with scales of blocks are rounded again, to
     those of outputs, which is vllm-gaudi's default, too (``VLLM_HPU_FORCE_CHANNEL_FP8``). E4M3 of
     Gaudi 2 ends at 240 where that of checkpoints has 448, which read there is NaN: weights are
-    halved and scales doubled, as by vllm-gaudi (``extension/ops.py:969-988``).
+    halved and scales doubled, also of inputs, as by vllm-gaudi (``extension/ops.py:969-988``).
     """
     layers = [each for each in layers_of(model, QuantizedLinear) if not each[2].packed.has_integers]
     if not layers:
         return
-    usable = agrees("fp8_gemm_v2", functools.partial(fp8_trial, device, dtype), dtype)
+    trial = functools.partial(fp8_trial, device, dtype)
+    usable = agrees("fp8_gemm_v2", trial, dtype)
+    has_input_scales = usable and any(each[2].input_scale is not None for each in layers)
+    if has_input_scales:
+        one_scale = functools.partial(trial, input_scale=1 / 128)
+        has_input_scales = agrees("fp8_gemm_v2 with one scale of inputs", one_scale, dtype)
 
     def replaced(layer: QuantizedLinear) -> nn.Module:
         packed = layer.packed
+        input_scale = packed.input_scale if has_input_scales else None
         if usable and packed.groups > 1:
             packed = _on_the_host(packed, lambda weight: rounded_fp8(weight.unpacked()))
         elif is_gaudi2:
             packed = _on_the_host(packed, _halved)
+        if input_scale is not None and is_gaudi2:
+            input_scale = input_scale * 2
+        packed = attrs.evolve(packed, input_scale=input_scale)
         return FP8Linear(packed, layer.bias) if usable else QuantizedLinear(packed, layer.bias)
 
     replace_layers(layers, replaced)
@@ -102,7 +119,12 @@ def _halved(weight: PackedWeight) -> PackedWeight:
 
 
 def fp8_trial(
-    device: torch.device, dtype: torch.dtype, *, outputs: int = 48, inputs: int = 64
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    outputs: int = 48,
+    inputs: int = 64,
+    input_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of the kernels and of PyTorch for five rows of two sequences, one of them zeros.
 
@@ -116,5 +138,7 @@ def fp8_trial(
     rows[..., 0] = 15 / 8
     rows[1, 2] = 0
     expected = rows @ weight.unpacked().t() + bias.float()
+    if input_scale is not None:
+        weight = attrs.evolve(weight, input_scale=torch.tensor([input_scale]))
     found = FP8Linear(weight, bias).to(device)(rows.to(dtype).to(device))
     return found.cpu(), expected
