@@ -91,6 +91,15 @@ def test_two_runs_write_the_same_json(tmp_path: Path) -> None:
     assert len(content["samples"]["at_s"]) == len(content["samples"]["temperature_c"]) > 0
 
 
+@pytest.mark.parametrize("model", ["gemma-3-27b", "mixtral-8x7b"])
+def test_models_with_windows_and_experts_are_served(tmp_path: Path, model: str) -> None:
+    file = tmp_path / "report.json"
+    config = str(Path(__file__).parent / "data" / f"{model}.json")
+    assert main(arguments("--json", str(file), model=config)) == 0
+    report = json.loads(file.read_text())
+    assert report["generated_tokens"] == report["asked_tokens"] > 0
+
+
 def test_flags_reach_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     flags = ("--num-gpu-blocks-override", "150", "--max-num-seqs", "4", "--swap-space", "0.5")

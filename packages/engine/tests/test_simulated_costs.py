@@ -98,6 +98,71 @@ def test_a_token_reads_its_experts_and_many_read_all() -> None:
     assert many.flops == pytest.approx(2 * 32 * rows, rel=1e-9)
 
 
+GEMMA = Path(__file__).parent / "data" / "gemma-3-27b.json"
+MISTRAL = Path(__file__).parent / "data" / "mistral-7b-v0.1.json"
+
+
+def test_the_shape_of_a_model_with_windows_is_that_of_its_checkpoint() -> None:
+    """By hand: 412,876,800 weights in each of 62 layers, 52 of which have the window."""
+    gemma, mistral = read_model_shape(GEMMA), read_model_shape(MISTRAL)
+    assert gemma.windows == (1024,) * 52
+    assert gemma.num_parameters == 62 * (412_876_800 + 2 * 5376) + 262_144 * 5376 + 5376
+    assert mistral.windows == (4096,) * 32
+    assert mistral.num_parameters == 7_241_732_096  # of the published checkpoint
+    # As much as without windows: blocks have all layers.
+    assert gemma.kv_bytes_per_token == 2 * 62 * 16 * 128 * 2
+
+
+def test_layers_with_a_window_gather_what_it_sees_where_that_is_less() -> None:
+    """By hand: a window of 1,024 is within 9 blocks of 128, read, written and read again.
+
+    8 sequences of 32,768 tokens have 2,048 blocks: 10 layers read these, and 52 read 3 * 8 * 9.
+    """
+    model = CostModel(read_model_shape(GEMMA), find_hardware("gaudi3"), 128)
+    position = 2 * 16 * 128 * 2  # bytes in one layer
+    found = model.work(Phase.DECODE, decode(8, 2048)).attention
+    read = 10 * (2048 * 128 + 8) + 52 * (3 * 8 * 9 * 128 + 8)
+    assert found.hbm_bytes == read * position
+    assert found.flops == 4 * 16 * 128 * 128 * (10 * 2048 + 52 * 8 * 9) * 128
+    for blocks, gathered in ((216, 0), (217, 52)):
+        work = model.work(Phase.DECODE, decode(8, blocks)).attention
+        whole = (62 - gathered) * (blocks * 128 + 8) + gathered * (216 * 128 + 8)
+        assert work.hbm_bytes == whole * position
+
+
+def test_a_prompt_reads_what_a_window_sees_of_its_context() -> None:
+    """By hand: all 32 layers of Mistral read 33 of 100 blocks, and no more than there are."""
+    model = CostModel(read_model_shape(MISTRAL), find_hardware("gaudi3"), 128)
+    for context, read in ((100, 33), (33, 33), (20, 20), (0, 0)):
+        found = model.work(Phase.PROMPT, prompt(1, 256, context)).attention
+        assert found.hbm_bytes == (read * 128 + 256) * 131_072
+        products = 1024 * (read * 128 + 257 / 2)  # 256 tokens of 4 query heads
+        assert found.flops == 4 * 32 * 8 * 128 * products
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        ({}, 0),
+        ({"sliding_window": None}, 0),
+        ({"sliding_window": 64}, 0),  # which Llama's own code does not read
+        ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 16}, 16),
+        ({"sliding_window": 64, "sliding_window_pattern": 4}, 24),
+        ({"sliding_window": 64, "model_type": "gemma2"}, 16),
+        ({"sliding_window": 64, "model_type": "cohere2"}, 24),
+        ({"sliding_window": 64, "model_type": "mistral"}, 32),
+        ({"sliding_window": 64, "model_type": "qwen2", "use_sliding_window": False}, 0),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 28}, 4),
+    ],
+)
+def test_a_configuration_says_which_layers_have_a_window(
+    tmp_path: Path, config: dict[str, object], count: int
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(LLAMA.read_text()), **config}))
+    assert read_model_shape(path).windows == (64,) * count
+
+
 def test_ranks_divide_experts() -> None:
     whole = read_model_shape(MIXTRAL)
     part = whole.divided(4)
@@ -118,6 +183,8 @@ def test_ranks_divide_experts() -> None:
         ({"mlp_only_layers": [0]}, "a mixture with dense layers is not modelled"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step 2, and a mixture with dense layers"),
         ({"quantization_config": {"bits": 4}}, "quantised weights is not modelled"),
+        ({"sliding_window": "4k"}, "'4k' as sliding_window"),
+        ({"sliding_window": 64, "layer_types": ["full_attention"]}, "has 1 layer_types for 32"),
     ],
 )
 def test_what_is_not_modelled_is_named(

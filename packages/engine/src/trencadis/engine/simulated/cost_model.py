@@ -10,6 +10,7 @@ traffic, apart from the share of the peaks that `Hardware` states.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import attrs
@@ -18,6 +19,7 @@ from trencadis.bucketing import Bucket
 from trencadis.engine.simulated.hardware import Hardware
 from trencadis.engine.simulated.model_shape import LOGIT_BYTES, ModelShape
 from trencadis.kvcache import ceil_div
+from trencadis.kvcache.rounding import most_window_blocks
 from trencadis.warmup import Phase
 
 LAUNCHES_PER_LAYER = 10
@@ -47,6 +49,10 @@ _INDEX_BYTES = 4
 token id."""
 
 
+_GATHER_COST = 3
+"""A gathered block is read, written and read again."""
+
+
 class Sharing(NamedTuple):
     """What a decode batch reads beside each block once, for the sequence that owns it.
 
@@ -72,6 +78,19 @@ class Part:
     flops: float
     hbm_bytes: float
     element_bytes: int
+
+
+class _Read(NamedTuple):
+    """What so many ``layers`` read of the cache: ``positions``, counted as often as each is read.
+
+    ``attended``: positions that the queries of one sequence are multiplied with, in sum;
+    ``attended_by_all``: those of all.
+    """
+
+    layers: int
+    attended: float
+    positions: int
+    attended_by_all: int = 0
 
 
 @attrs.frozen
@@ -252,38 +271,58 @@ class CostModel:
 
     def _prompt_work(self, batch: int, query: int, context_blocks: int) -> Work:
         """Each token attends to the padded context and, on average, to half of its own chunk."""
-        tokens, context = batch * query, context_blocks * self.block_size
-        attended = batch * (context + (query + 1) / 2)
-        return self._work(tokens, attended, queries=query, kv_read=batch * context, rows=batch)
+        tokens = batch * query
+        reads = []
+        for layers, blocks in self._layers_by_read(context_blocks):
+            context = (context_blocks if blocks is None else blocks) * self.block_size
+            attended = batch * (context + (query + 1) / 2)
+            reads.append(_Read(layers, attended, batch * context))
+        return self._work(tokens, reads, queries=query, rows=batch)
 
     def _decode_work(self, batch: int, blocks: int, sharing: Sharing) -> Work:
         """The cache prefix is read once; each block is multiplied with the queries of one row,
         those that are scored for every sequence with the queries of all.
 
-        What is gathered is read, written as a copy, and read again by the product.
+        What is gathered is read, written as a copy, and read again by the product: so are the last
+        blocks of each sequence, for layers with a window that reads less by that.
         """
-        prefix, scored = blocks * self.block_size, sharing.scored * self.block_size
-        gathered = sharing.gathered * self.block_size
-        return self._work(
-            batch,
-            prefix - scored + gathered,
-            queries=1,
-            kv_read=prefix + 3 * gathered,
-            rows=batch,
-            attended_by_all=scored,
+        prefix, scored, gathered = (
+            count * self.block_size for count in (blocks, sharing.scored, sharing.gathered)
         )
+        reads = []
+        most = (blocks + sharing.gathered) / (_GATHER_COST * batch)
+        for layers, last in self._layers_by_read(most):
+            if last is None:
+                positions = prefix + _GATHER_COST * gathered
+                reads.append(_Read(layers, prefix - scored + gathered, positions, scored))
+            else:
+                own = batch * last * self.block_size
+                reads.append(_Read(layers, own, _GATHER_COST * own))
+        return self._work(batch, reads, queries=1, rows=batch)
+
+    def _layers_by_read(self, most: float) -> list[tuple[int, int | None]]:
+        """How many layers read so many last blocks of each sequence, None: all blocks.
+
+        ``most``: below how many blocks of each sequence it reads less.
+        """
+        found: dict[int | None, int] = {}
+        for window in self.model.windows:
+            needed = most_window_blocks(window, 1, self.block_size)
+            key = needed if needed < most else None
+            found[key] = found.get(key, 0) + 1
+        full = self.model.num_layers - len(self.model.windows)
+        found[None] = found.get(None, 0) + full
+        return [(layers, blocks) for blocks, layers in found.items() if layers]
 
     def _work(
         self,
         tokens: int,
-        attended: float,
+        reads: Sequence[_Read],
         *,
         queries: int,
-        kv_read: int,
         rows: int,
-        attended_by_all: int = 0,
     ) -> Work:
-        """``attended`` positions, each by ``queries`` tokens, and others by all ``tokens``.
+        """What layers ``read`` is attended to by ``queries`` tokens, or by all ``tokens``.
 
         ``rows`` of logits are wanted.
         """
@@ -298,8 +337,11 @@ class CostModel:
         # One product for all query heads that share a KV head.
         group = model.num_heads // model.num_kv_heads
         together, of_all = self._padded(queries * group), self._padded(tokens * group)
-        products = together * attended + of_all * attended_by_all
-        kv_heads = model.num_layers * model.num_kv_heads
+        products = sum(
+            each.layers * (together * each.attended + of_all * each.attended_by_all)
+            for each in reads
+        )
+        positions = sum(each.layers * (each.positions + tokens) for each in reads)
         return Work(
             matrices=Part(
                 flops=2 * model.num_layers * computed,
@@ -308,8 +350,8 @@ class CostModel:
                 element_bytes=model.matrix_dtype_bytes,
             ),
             attention=Part(
-                flops=4 * kv_heads * model.head_dim * products,
-                hbm_bytes=(kv_read + tokens) * model.kv_bytes_per_token,
+                flops=4 * model.num_kv_heads * model.head_dim * products,
+                hbm_bytes=positions * model.kv_bytes_per_token / model.num_layers,
                 element_bytes=model.kv_dtype_bytes,
             ),
             head=Part(

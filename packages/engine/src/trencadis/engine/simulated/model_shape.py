@@ -2,8 +2,8 @@
 
 Decoder-only models with gated feed-forward layers (Llama, Mistral, Qwen, Gemma, …), or with routed
 experts in every layer (Mixtral, Qwen3-MoE). Biases and further norms are left out: below 0.1 % of
-the weights. Attention counts as full in every layer: contiguous decode reads the blocks of a
-window's layers with all others, and the blocks of a model with one full layer stay.
+the weights. Layers with a window read what it sees; they keep their blocks as others do, which is
+so on devices with buckets.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class ModelShape:
 
     ``intermediate_size``: what a token computes with in a feed-forward layer: of ``num_experts``
     experts (0: none) the ``experts_per_token`` that it is routed to, together.
+
+    ``windows``: of each layer whose tokens do not see all before them, what they see with
+    themselves, in tokens.
     """
 
     hidden_size: int
@@ -62,6 +65,7 @@ class ModelShape:
     kv_dtype_bytes: int = attrs.field()
     num_experts: int = 0
     experts_per_token: int = 0
+    windows: tuple[int, ...] = ()
 
     @matrix_dtype_bytes.default
     def _unquantized_matrices(self) -> int:
@@ -202,7 +206,39 @@ def _shape(file: Path, config: Mapping[str, Any]) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", model_type.startswith("gemma"))),
         dtype_bytes=_dtype_bytes(file, config),
         max_position_embeddings=_size(file, config, "max_position_embeddings"),
+        windows=_windows(file, config, model_type),
     )
+
+
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+"""Every how many layers one sees all tokens, where a config does not say it (transformers'
+``configuration_*.py`` of these families)."""
+
+_ALL_LAYERS = ("mistral", "mixtral", "phi3", "starcoder2")
+"""Families whose window is that of every layer."""
+
+
+def _windows(file: Path, config: Mapping[str, Any], model_type: str) -> tuple[int, ...]:
+    """Of the layers that have a window, as transformers' configurations say which do."""
+    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        return ()
+    window, layers = (_size(file, config, x) for x in ("sliding_window", "num_hidden_layers"))
+    types, pattern = config.get("layer_types"), _PATTERNS.get(model_type)
+    if isinstance(types, list):
+        if len(types) != layers:
+            raise ModelError(
+                f"{file} has {len(types)} layer_types for {layers} layers: give the config.json of "
+                "a decoder-only model"
+            )
+        count = sum(each == "sliding_attention" for each in types)
+    elif pattern is not None or "sliding_window_pattern" in config:
+        every = _size(file, config, "sliding_window_pattern", pattern)
+        count = layers - layers // every
+    elif config.get("use_sliding_window"):
+        count = max(0, layers - _size(file, config, "max_window_layers", layers))
+    else:
+        count = layers if model_type in _ALL_LAYERS else 0
+    return (window,) * count
 
 
 def _size(file: Path, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
