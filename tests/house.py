@@ -263,6 +263,7 @@ FLOORS: dict[str, list[set[str]]] = {
             *("rank_part", "rounded_weights", "score_heads"),
         },
         {"attention_operator", "packed_gguf", "rank_loading", "softmax_attention"},
+        {"recent_blocks"},
         {
             *("block_attention", "decoder_layers", "gguf", "packed_checkpoint"),
             "pair_prompts",

@@ -235,7 +235,10 @@ def decode_input(
 
 @formulations
 @settings(max_examples=60, deadline=None)
-@given(shapes, features, st.integers(0, 2), st.integers(0, 4), st.integers(0, 5), st.booleans())
+@given(
+    *(shapes, features, st.integers(0, 2), st.integers(0, 4), st.integers(0, 5), st.booleans()),
+    st.integers(0, 4),
+)
 def test_decode_equals_plain_attention(
     attention: Attention,
     shape: tuple[list[int], tuple[int, int]],
@@ -244,6 +247,7 @@ def test_decode_equals_plain_attention(
     spare_blocks: int,
     spare_pairs: int,
     has_prefix: bool,
+    recent: int,
 ) -> None:
     lengths, (heads, kv_heads) = shape
     case = Sequences(lengths, heads, kv_heads, torch.float32, attention, **features)
@@ -252,11 +256,40 @@ def test_decode_equals_plain_attention(
     batch = len(lengths) + spare_rows
     blocks = min(case.cache.num_blocks, 1 + max(t.max() for t in case.tables) + spare_blocks)
     parts = [(row, length - 1, 1) for row, length in enumerate(lengths)]
-    built = decode_input(case, parts, DecodeShape(batch, int(blocks) * has_prefix), spare_pairs)
+    padded = DecodeShape(batch, int(blocks) * has_prefix, recent=recent * attention.reads_recent)
+    built = decode_input(case, parts, padded, spare_pairs)
     out = case.attend(parts, 1, batch, built.unpack().paged)
     assert torch.isfinite(out).all()
     for row in range(len(lengths)):
         torch.testing.assert_close(out[0, row], case.expected(row)[-1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [attention for attention in FORMULATIONS if attention.reads_recent],
+    ids=lambda attention: type(attention).__name__,
+)
+@pytest.mark.parametrize("limit", ["window", "chunk"])
+def test_the_last_blocks_have_a_window_wherever_it_ends(attention: Attention, limit: str) -> None:
+    """Sequences shorter and longer than it, whose last token is at any place of a block."""
+    lengths = [*range(1, 14)]
+    for size, tokens in itertools.product((1, 2, 5, 6, 7), (1, 3)):
+        case = Sequences(lengths, 2, 1, torch.float32, attention, **{limit: size})
+        case.cache.key(0)[:], case.cache.value(0)[:] = 3.0, 9.0  # also of the padding block
+        parts = [(row, n - min(n, tokens), min(n, tokens)) for row, n in enumerate(lengths)]
+        for row, start, _ in parts:
+            case.fill(row, start)
+        if tokens == 1:
+            shape = DecodeShape(len(lengths), 0, recent=3)
+            paged = decode_input(case, parts, shape).unpack().paged
+        else:
+            padded = PromptShape(len(lengths), tokens, 4, recent=3)
+            chunks = [case.scheduled(*part) for part in parts]
+            paged = build_prompt(chunks, padded, case.cache, upload).unpack().paged
+        out = case.attend(parts, tokens, len(lengths), paged).view(len(lengths), tokens, 2, -1)
+        for row, start, count in parts:
+            expected = case.expected(row)[start : start + count]
+            torch.testing.assert_close(out[row, :count], expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("features", [{"window": 9}, {"chunk": 12}, {"window": 9, "sinks": True}])
@@ -330,11 +363,12 @@ def test_shared_blocks_are_scored_for_every_sequence(
 
 @formulations
 @settings(max_examples=60, deadline=None)
-@given(shapes, features, st.data())
+@given(shapes, features, st.integers(0, 5), st.data())
 def test_prompt_chunk_equals_plain_attention(
     attention: Attention,
     shape: tuple[list[int], tuple[int, int]],
     features: dict[str, Any],
+    recent: int,
     data: st.DataObject,
 ) -> None:
     lengths, (heads, kv_heads) = shape
@@ -349,7 +383,9 @@ def test_prompt_chunk_equals_plain_attention(
     batch = len(parts) + data.draw(st.integers(0, 2))
     built = build_prompt(
         [case.scheduled(*part) for part in parts],
-        PromptShape(batch, query, context),
+        PromptShape(
+            batch, query, context, recent=recent * bool(context and attention.reads_recent)
+        ),
         case.cache,
         upload,
     )

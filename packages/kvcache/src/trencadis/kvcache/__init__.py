@@ -34,7 +34,7 @@ from trencadis.kvcache.errors import (
 )
 from trencadis.kvcache.manager import AllocStatus, BlockManager
 from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher, decode_extra_keys
-from trencadis.kvcache.rounding import ceil_div, num_passed_blocks
+from trencadis.kvcache.rounding import ceil_div, most_window_blocks, num_passed_blocks
 from trencadis.kvcache.state_slots import PADDING_SLOT, StateSlots
 from trencadis.kvcache.state_snapshots import StateSnapshots
 from trencadis.kvcache.swapper import HostBlockPool
@@ -94,6 +94,7 @@ __all__ = [
     "group_layers",
     "lay_out",
     "lay_out_pairs",
+    "most_window_blocks",
     "num_passed_blocks",
     "split_to_plan_sizes",
     "warm_up_defragmenter",

@@ -25,6 +25,12 @@ from trencadis.engine.models.paged_context import (
     RaggedContext,
 )
 from trencadis.engine.models.quantized_cache import CODES, QuantizedPart
+from trencadis.engine.models.recent_blocks import (
+    Recent,
+    attend_to_recent,
+    recent_in_decode,
+    recent_in_prompt,
+)
 from trencadis.engine.models.softmax_attention import (
     bounded_scores,
     seen_in_prompt,
@@ -45,6 +51,7 @@ class BlockAttention:
     as_operator = False
     scores_shared = False
     reads_groups = True
+    reads_recent = True
 
     def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
         """Nothing to derive."""
@@ -85,6 +92,8 @@ class BlockAttention:
             return _attend_prompt(query, key, value, keys, values, paged, spec, sinks)
         if isinstance(paged, RaggedContext):
             return _attend_ragged(query, key, value, keys, values, paged, spec, sinks)
+        if (recent := recent_in_decode(paged, spec)) is not None:
+            return _attend_recent(query, keys, values, recent, spec, sinks)
         return _attend_decode(query, keys, values, paged.within(spec), spec, sinks)
 
 
@@ -118,9 +127,14 @@ def _attend_prompt(
 ) -> torch.Tensor:
     """Prefill: a chunk attends to its context, gathered from the cache, and to itself."""
     query, key, value = (_by_sequence(x, paged.batch) for x in (query, key, value))
-    if paged.context_blocks is not None:
-        key = torch.cat((_gather(cached_keys, paged.context_blocks), key), dim=2)
-        value = torch.cat((_gather(cached_values, paged.context_blocks), value), dim=2)
+    recent = recent_in_prompt(paged, spec)
+    blocks = paged.context_blocks if recent is None else recent.blocks
+    if blocks is not None:
+        key = torch.cat((_gather(cached_keys, blocks), key), dim=2)
+        value = torch.cat((_gather(cached_values, blocks), value), dim=2)
+    if recent is not None:
+        out = _attend_masked(query, key, value, recent.seen, spec, sinks)
+        return out.transpose(1, 2).reshape(1, -1, query.shape[1], value.shape[-1])
     mask = paged.mask
     if mask is None and (spec.needs_scores or spec.is_limited(key.shape[2])):
         tokens = torch.arange(query.shape[2], device=query.device)
@@ -249,6 +263,19 @@ def _attend_in_slices(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         out[:, first:last] = attended.transpose(1, 2)
+
+
+def _attend_recent(
+    query: torch.Tensor,
+    cached_keys: Cached,
+    cached_values: Cached,
+    recent: Recent,
+    spec: LayerSpec,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Decode: each sequence attends to its last blocks, gathered from the cache."""
+    key, value = (_gather(cached, recent.blocks) for cached in (cached_keys, cached_values))
+    return attend_to_recent(query, key, value, recent, spec, sinks)
 
 
 def _attend_decode(

@@ -95,6 +95,11 @@ class LayerSpec(LayerShape):
         """Whether a token may attend to fewer tokens than all before it."""
         return self.window is not None or self.chunk is not None
 
+    @property
+    def most_seen(self) -> int | None:
+        """How many of the last tokens, with itself, a token sees at most; None for all."""
+        return min((limit for limit in self.limits if limit is not None), default=None)
+
     def is_limited(self, num_tokens: int) -> bool:
         """Whether the last of so many tokens attends to fewer than all."""
         return any(limit is not None and limit < num_tokens for limit in self.limits)
@@ -132,10 +137,7 @@ def seen_tokens(layers: Sequence[LayerSpec], max_model_len: int) -> list[int | N
 
     A layer that does not attend needs no blocks: it has the least of the others.
     """
-    windows = [
-        min((limit for limit in (layer.window, layer.chunk) if limit is not None), default=None)
-        for layer in (each.within(max_model_len) for each in layers)
-    ]
+    windows = [layer.within(max_model_len).most_seen for layer in layers]
     attending = [window for window, layer in zip(windows, layers, strict=True) if layer.heads]
     limited = [window for window in attending if window is not None]
     least = min(limited) if limited and None not in attending else None
@@ -213,6 +215,12 @@ def specs_of(module: nn.Module) -> Iterator[LayerSpec]:
     for each in module.modules():
         if isinstance(spec := vars(each).get("layer_spec"), LayerSpec):
             yield spec
+
+
+def windows_of(model: nn.Module) -> tuple[int, ...]:
+    """What tokens see at most in the layers of a model where they do not see all, in tokens."""
+    seen = (spec.most_seen for spec in specs_of(model))
+    return tuple(sorted({window for window in seen if window is not None}))
 
 
 def spec_of(module: nn.Module) -> LayerSpec:

@@ -82,6 +82,9 @@ class Attention(Protocol):
     reads_groups: bool
     """Whether a layer reads the context of its block group (`PagedContext.groups`)."""
 
+    reads_recent: bool
+    """Whether a `PromptContext` and a `DecodeContext` may have ``recent_blocks``."""
+
     def supports(self, layer: LayerSpec) -> str | None:
         """What of a layer it does not compute, in words that follow «layer 0»; None for nothing.
 
@@ -119,6 +122,10 @@ class PromptContext(PagedContext):
     ``context_blocks``: ``[B, C]``, None if no chunk has context. ``mask``: ``[B, 1, Q, C * S + Q]``
     bool, true where a query attends; None without context, where a causal mask suffices because
     padding follows every real token.
+
+    ``recent_blocks``: ``[B * R]``, the last R blocks of each context, the padding block in front of
+    shorter ones; None where layers with a window read what the others do. ``recent_starts``:
+    ``[B]``, the position of the first slot of these, below 0 for shorter contexts.
     """
 
     cache: LayerCaches
@@ -133,6 +140,8 @@ class PromptContext(PagedContext):
     adapter_rows: torch.Tensor | None = None
     groups: tuple[Any, ...] = ()
     group_of: Sequence[int] = ()
+    recent_blocks: torch.Tensor | None = None
+    recent_starts: torch.Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -201,6 +210,8 @@ class DecodeContext(PagedContext):
     ``shared_starts``: ``[B, P]``. ``narrowed``: the results of `within`, for a backend that asks
     for each layer and is not traced; None keeps none. ``masks``: what these have in common with
     those of other groups that have the same ``owners``.
+
+    ``recent_blocks``, ``recent_starts``: see `PromptContext`, of the last blocks of a sequence.
     """
 
     cache: LayerCaches
@@ -222,6 +233,8 @@ class DecodeContext(PagedContext):
     shared_starts: torch.Tensor | None = None
     narrowed: dict[tuple[int | None, ...], DecodeContext] | None = None
     masks: dict[tuple[int | None, ...], _Mask] | None = None
+    recent_blocks: torch.Tensor | None = None
+    recent_starts: torch.Tensor | None = None
 
     def within(self, spec: LayerSpec) -> DecodeContext:
         """The context of layers with the limits of ``spec``; itself without any.

@@ -114,6 +114,7 @@ class BatchBuilder:
             read=self._read,
             block_size=cache.block_size,
             num_blocks=cache.num_blocks,
+            windows=self._forward_runner.windows,
         )
         self.end_step()
 

@@ -108,7 +108,9 @@ class BucketChoice:
         if phase is Phase.PROMPT:
             return self._grids.prompt_shapes(bucket.shape) if self._grids else ()
         batch, length = bucket.shape
-        shape = padded_decode((batch, length), self._read, self._block_size, self._num_blocks)
+        windows = self._forward_runner.windows
+        size = (batch, length)
+        shape = padded_decode(size, self._read, self._block_size, self._num_blocks, windows)
         if shape.batch == 1 or not shape.blocks or not self._forward_runner.needs_warmup:
             return (shape,)
         if not self._forward_runner.scores_shared:

@@ -24,6 +24,7 @@ from trencadis.engine.models.decoder_layers import (
     Recording,
     depends_on_symbols,
 )
+from trencadis.engine.models.layer_spec import windows_of
 from trencadis.engine.models.logit_head import take_last_hidden
 from trencadis.engine.models.paged_context import LayerRun
 from trencadis.engine.models.state_layers import state_layers_of
@@ -113,6 +114,8 @@ class ForwardRunner:
         self._failed: set[Hashable] = set()
         self._graphs: dict[ForwardShape, Graph] = {}
         self._use_states(cache)
+        self.windows = windows_of(model) if device.attention.reads_recent else ()
+        """Of the layers for which decode shapes may have ``recent`` blocks, in tokens."""
         self._compiling = threading.Lock()
         self._serving = False
         self._compiles_layers = compiled

@@ -26,6 +26,7 @@ from trencadis.engine.runner.shapes import (
     RaggedShape,
     prompt_shape,
     ragged_shape,
+    with_recent_context,
 )
 from trencadis.kvcache import ceil_div
 from trencadis.scheduler import ScheduledSequence
@@ -47,7 +48,8 @@ class Grids:
     ``read`` says what the second axis of the decode grid counts. A prompt grid without an axis of
     context has no batches of chunks with context: such a chunk runs alone, with ``context_blocks``.
     If ``ragged``, the chunks of a batch follow each other without padding between them, and the
-    query axis counts the tokens of all.
+    query axis counts the tokens of all. ``windows``: of layers that may read the last blocks of a
+    context, which have ``block_size`` tokens.
     """
 
     prompt: BucketGrid
@@ -55,6 +57,8 @@ class Grids:
     read: DecodeRead = DecodeRead.PREFIX
     context_blocks: int = 0
     ragged: bool = False
+    windows: tuple[int, ...] = ()
+    block_size: int = 1
 
     @property
     def num_buckets(self) -> int:
@@ -95,23 +99,26 @@ class Grids:
         if isinstance(exact, RaggedShape):
             return attrs.evolve(exact, num_tokens=bucket[1])
         if self.has_context:
-            return PromptShape(*bucket)
+            return self._with_recent(PromptShape(*bucket))
         batch, query = bucket
         if not exact.context_blocks:
             return PromptShape(batch, query, 0)
-        return PromptShape(1, query, self.context_blocks)
+        return self._with_recent(PromptShape(1, query, self.context_blocks))
 
     def prompt_shapes(self, bucket: Sequence[int]) -> Sequence[PromptShape | RaggedShape]:
         """All shapes in which batches of a bucket of the prompt grid run; of ragged, an example."""
         if self.ragged:
             return [RaggedShape(bucket[1], (ChunkSize(bucket[1], 0, 0),))]
         if self.has_context:
-            return [PromptShape(*bucket)]
+            return [self._with_recent(PromptShape(*bucket))]
         batch, query = bucket
         shapes = [PromptShape(batch, query, 0)]
         if batch == 1 and self.context_blocks:
-            shapes.append(PromptShape(1, query, self.context_blocks))
+            shapes.append(self._with_recent(PromptShape(1, query, self.context_blocks)))
         return shapes
+
+    def _with_recent(self, shape: PromptShape) -> PromptShape:
+        return with_recent_context(shape, self.windows, self.block_size)
 
 
 def build_grids(

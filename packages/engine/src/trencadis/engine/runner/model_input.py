@@ -175,6 +175,7 @@ def build_prompt(
             held = ceil_div(chunk.start, size)
             fields["context_blocks"][row, :held] = table[:held]
             fields["context_tokens"][row] = chunk.start
+            _fill_recent(row, table[:held], shape.recent, fields, size)
     fields["write_offsets"][:] = positions % size
     return _uploaded(packed, shape, cache, upload, sampler_words)
 
@@ -407,9 +408,25 @@ def _fill_decode(
         fields["token_ids"][row] = decode.token_ids[0]
         fields["position_ids"][row] = decode.start
         fields["write_blocks"][row] = decode.block_table[decode.start // size]
+        table = decode.block_table[: decode.start // size + 1]
+        _fill_recent(row, table, shape.recent, fields, size)
     fields["write_offsets"][:] = fields["position_ids"] % size
     fields["logit_rows"][:] = np.arange(shape.batch)
     _fill_reads(layout, shape, fields)
+
+
+def _fill_recent(
+    row: int,
+    table: Sequence[int] | IntArray,
+    recent: int,
+    fields: Mapping[str, IntArray],
+    size: int,
+) -> None:
+    """The last ``recent`` of the blocks that a sequence has, behind padding where it has fewer."""
+    if recent:
+        blocks, end = table[-recent:], (row + 1) * recent
+        fields["recent_blocks"][end - len(blocks) : end] = blocks
+        fields["recent_starts"][row] = (len(table) - recent) * size
 
 
 def _fill_reads(layout: DecodeLayout, shape: DecodeShape, fields: Mapping[str, IntArray]) -> None:
@@ -482,7 +499,7 @@ def _sections_of_one(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
         if shape.context_blocks:
             sections["context_blocks"] = (shape.batch, shape.context_blocks)
             sections["context_tokens"] = (shape.batch,)
-        return sections
+        return sections | _recent_sections(shape)
     if isinstance(shape, RaggedShape):
         tokens = ("token_ids", "position_ids", "write_blocks", "write_offsets")
         sections = dict.fromkeys(tokens, (shape.num_tokens,))
@@ -500,10 +517,17 @@ def _sections_of_one(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
     sections |= dict.fromkeys(("owners", "readers", "filled", "starts"), blocks)
     if shape.extra:
         sections["extra_blocks"] = (shape.extra,)
+    sections |= _recent_sections(shape)
     if shape.shared:
         shared = ("shared_filled", "shared_starts")
         sections |= dict.fromkeys(shared, (shape.batch, shape.shared))
     return sections
+
+
+def _recent_sections(shape: PromptShape | DecodeShape) -> dict[str, tuple[int, ...]]:
+    if not shape.recent:
+        return {}
+    return {"recent_blocks": (shape.batch * shape.recent,), "recent_starts": (shape.batch,)}
 
 
 def _parts(
@@ -626,6 +650,8 @@ def _prompt_context(
         if context is None
         else _context_mask(views["context_tokens"], shape, cache.block_size),
         positions=views["position_ids"].flatten(),
+        recent_blocks=views.get("recent_blocks"),
+        recent_starts=views.get("recent_starts"),
     )
 
 
@@ -689,6 +715,8 @@ def _decode_context(
         shared_starts=views.get("shared_starts"),
         narrowed={} if has_groups else None,
         masks={} if has_groups else None,
+        recent_blocks=views.get("recent_blocks"),
+        recent_starts=views.get("recent_starts"),
     )
 
 

@@ -174,6 +174,9 @@ class ModelRunner:
         self._adapters = adapters
         self.forward_runner = forward_runner
         self._divides_failed_batches = divides_failed_batches
+        if grids is not None:
+            windows = forward_runner.windows
+            grids = attrs.evolve(grids, windows=windows, block_size=cache.block_size)
         self.buckets = BucketChoice(forward_runner, cache, grids, read)
         self.batches = BatchBuilder(
             forward_runner, sampler, device.upload, cache, grids, read, self.buckets

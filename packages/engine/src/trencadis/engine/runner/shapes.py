@@ -12,7 +12,7 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
-from trencadis.kvcache import ceil_div
+from trencadis.kvcache import ceil_div, most_window_blocks
 from trencadis.scheduler import ScheduledSequence
 
 
@@ -21,13 +21,15 @@ class PromptShape:
     """Padded shape of a prefill batch: sequences, tokens of each, context blocks of each.
 
     ``adapter_rank``, here and in the other shapes: the rank up to which adapters are computed, 0
-    for a batch without any.
+    for a batch without any. ``recent``: how many last blocks of each context layers read whose
+    window is within them; 0 where these read what the others do.
     """
 
     batch: int
     query: int
     context_blocks: int
     adapter_rank: int = 0
+    recent: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +76,9 @@ class DecodeShape:
     several sequences share is read in place for its first owner and gathered for the others.
     Without a prefix (``blocks`` is 0) all blocks of the batch are such pairs. The first ``shared``
     blocks of the prefix are scored for every sequence, read in place once. ``further``: the pairs
-    in each block group after the first; there is no prefix then.
+    in each block group after the first; there is no prefix then. ``recent``: how many last blocks
+    of each sequence are gathered for layers whose window is within them; 0 where these read what
+    the others do.
     """
 
     batch: int
@@ -83,6 +87,7 @@ class DecodeShape:
     shared: int = 0
     adapter_rank: int = 0
     further: tuple[int, ...] = ()
+    recent: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -160,18 +165,47 @@ def decode_size(
 
 
 def padded_decode(
-    size: tuple[int, int], read: DecodeRead, block_size: int, num_blocks: int
+    size: tuple[int, int],
+    read: DecodeRead,
+    block_size: int,
+    num_blocks: int,
+    windows: Sequence[int] = (),
 ) -> DecodeShape:
     """The shape of batches that are padded to a bucket of this size, for a cache of this length.
 
-    A bucket may have more blocks than the cache; the cache prefix cannot be longer.
+    A bucket may have more blocks than the cache; the cache prefix cannot be longer. ``windows``: of
+    layers for which the last blocks of each sequence may be gathered, in tokens.
     """
     batch, length = size
     if read is DecodeRead.PREFIX:
-        return DecodeShape(batch, min(length, num_blocks))
-    if read is DecodeRead.PAIRS:
-        return DecodeShape(batch, 0, length)
-    return DecodeShape(batch, 0, batch * ceil_div(length, block_size))
+        shape = DecodeShape(batch, min(length, num_blocks))
+    elif read is DecodeRead.PAIRS:
+        shape = DecodeShape(batch, 0, length)
+    else:
+        shape = DecodeShape(batch, 0, batch * ceil_div(length, block_size))
+    return with_recent(shape, windows, block_size)
+
+
+GATHER_COST = 3
+"""A gathered block is read, written and read again."""
+
+
+def with_recent(shape: DecodeShape, windows: Sequence[int], block_size: int) -> DecodeShape:
+    """The shape with the last blocks of each sequence, where gathering them reads less.
+
+    For the largest of the ``windows`` for which it does; layers with smaller ones read a part.
+    """
+    pairs = GATHER_COST * shape.batch if shape.blocks else shape.batch
+    counts = (most_window_blocks(window, 1, block_size) for window in windows)
+    fitting = (count for count in counts if pairs * count < shape.blocks + shape.extra)
+    return attrs.evolve(shape, recent=max(fitting, default=0))
+
+
+def with_recent_context(shape: PromptShape, windows: Sequence[int], block_size: int) -> PromptShape:
+    """As `with_recent`. The blocks of a context are always gathered."""
+    counts = (most_window_blocks(window, 1, block_size) for window in windows)
+    fitting = (count for count in counts if count < shape.context_blocks)
+    return attrs.evolve(shape, recent=max(fitting, default=0))
 
 
 SHARED_TOKENS = 8192

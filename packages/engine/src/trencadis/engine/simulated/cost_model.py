@@ -16,10 +16,10 @@ from typing import NamedTuple
 import attrs
 
 from trencadis.bucketing import Bucket
+from trencadis.engine.runner.shapes import GATHER_COST
 from trencadis.engine.simulated.hardware import Hardware
 from trencadis.engine.simulated.model_shape import LOGIT_BYTES, ModelShape
-from trencadis.kvcache import ceil_div
-from trencadis.kvcache.rounding import most_window_blocks
+from trencadis.kvcache import ceil_div, most_window_blocks
 from trencadis.warmup import Phase
 
 LAUNCHES_PER_LAYER = 10
@@ -47,10 +47,6 @@ core of an AMD EPYC, 2026-11-21."""
 _INDEX_BYTES = 4
 """An id, position or block number in the array that is uploaded for a forward pass, and a sampled
 token id."""
-
-
-_GATHER_COST = 3
-"""A gathered block is read, written and read again."""
 
 
 class Sharing(NamedTuple):
@@ -290,14 +286,14 @@ class CostModel:
             count * self.block_size for count in (blocks, sharing.scored, sharing.gathered)
         )
         reads = []
-        most = (blocks + sharing.gathered) / (_GATHER_COST * batch)
+        most = (blocks + sharing.gathered) / (GATHER_COST * batch)
         for layers, last in self._layers_by_read(most):
             if last is None:
-                positions = prefix + _GATHER_COST * gathered
+                positions = prefix + GATHER_COST * gathered
                 reads.append(_Read(layers, prefix - scored + gathered, positions, scored))
             else:
                 own = batch * last * self.block_size
-                reads.append(_Read(layers, own, _GATHER_COST * own))
+                reads.append(_Read(layers, own, GATHER_COST * own))
         return self._work(batch, reads, queries=1, rows=batch)
 
     def _layers_by_read(self, most: float) -> list[tuple[int, int | None]]:

@@ -230,7 +230,7 @@ def _windows(file: Path, config: Mapping[str, Any], model_type: str) -> tuple[in
                 f"{file} has {len(types)} layer_types for {layers} layers: give the config.json of "
                 "a decoder-only model"
             )
-        count = sum(each == "sliding_attention" for each in types)
+        count = types.count("sliding_attention")
     elif pattern is not None or "sliding_window_pattern" in config:
         every = _size(file, config, "sliding_window_pattern", pattern)
         count = layers - layers // every

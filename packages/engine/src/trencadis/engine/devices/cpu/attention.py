@@ -124,6 +124,7 @@ class CPUAttention:
     as_operator = True
     scores_shared = False
     reads_groups = True
+    reads_recent = False  # `DecodeContext.narrowed` reads fewer
 
     def __init__(self, kernel: AttentionKernel | None = None) -> None:
         self._blocks = BlockAttention()

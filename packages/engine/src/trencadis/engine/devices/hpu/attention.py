@@ -33,6 +33,11 @@ from trencadis.engine.models.paged_context import (
     PagedContext,
     PromptContext,
 )
+from trencadis.engine.models.recent_blocks import (
+    attend_to_recent,
+    recent_in_decode,
+    recent_in_prompt,
+)
 from trencadis.engine.models.softmax_attention import (
     bounded_scores,
     seen_in_prompt,
@@ -50,7 +55,8 @@ class PromptRows(PagedContext):
     ``slots``: ``[B * Q]``, the row of the cache that each token writes. Without context,
     ``lengths`` is ``[B]`` int32, the tokens of each chunk. With context, ``context_blocks`` is
     ``[B * C]``, and ``bias`` is ``[B, 1, Q, C * S + Q]`` in the model's dtype.
-    ``state_reads``, ``state_writes``, ``state_tokens``: see `StateTensors`.
+    ``state_reads``, ``state_writes``, ``state_tokens``: see `StateTensors`. ``recent_blocks``,
+    ``recent_starts``: as in `PromptContext`.
     """
 
     cache: LayerCaches
@@ -68,6 +74,8 @@ class PromptRows(PagedContext):
     state_tokens: torch.Tensor | None = None
     groups: tuple[Any, ...] = ()
     group_of: Sequence[int] = ()
+    recent_blocks: torch.Tensor | None = None
+    recent_starts: torch.Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -81,9 +89,9 @@ class DecodeRows(PagedContext):
     Where the first P blocks are shared, N counts the others, ``shared_bias`` is ``[B, P * S]``
     fp32, and ``owners`` and ``mapping`` go on with the B sequences for each part of the P blocks.
 
-    ``starts`` and ``shared_starts``: as in `DecodeContext`. ``queries_at``: ``[N + E]``, the
-    position of the query that reads the block. ``state_reads``, ``state_writes``,
-    ``state_tokens``: see `StateTensors`.
+    ``starts``, ``shared_starts``, ``recent_blocks`` and ``recent_starts``: as in `DecodeContext`.
+    ``queries_at``: ``[N + E]``, the position of the query that reads the block. ``state_reads``,
+    ``state_writes``, ``state_tokens``: see `StateTensors`.
     """
 
     cache: LayerCaches
@@ -106,6 +114,8 @@ class DecodeRows(PagedContext):
     state_tokens: torch.Tensor | None = None
     groups: tuple[Any, ...] = ()
     group_of: Sequence[int] = ()
+    recent_blocks: torch.Tensor | None = None
+    recent_starts: torch.Tensor | None = None
 
 
 class RowAttention:
@@ -118,6 +128,7 @@ class RowAttention:
     as_operator = False
     scores_shared = True
     reads_groups = False
+    reads_recent = True
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self.kernels = kernels or Kernels()
@@ -156,6 +167,10 @@ class RowAttention:
                 new = (as_read(kept, query.dtype) for kept in (new_keys, new_values))
                 key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in new)
             return self._attend_prompt(query, key, value, keys, values, paged, spec, sinks)
+        if (recent := recent_in_decode(paged, spec)) is not None:
+            blocks, batch = recent.blocks.flatten(), recent.blocks.shape[0]
+            key, value = (rows.of_sequences(blocks, batch) for rows in (keys, values))
+            return attend_to_recent(query, key, value, recent, spec, sinks)
         return self._attend_decode(query, keys, values, paged, spec, sinks)
 
     # Prefill.
@@ -177,6 +192,8 @@ class RowAttention:
         return PromptRows(
             *(paged.cache, paged.batch, slots, None, blocks, bias, self, paged.layer_run),
             paged.positions,
+            recent_blocks=paged.recent_blocks,
+            recent_starts=paged.recent_starts,
         )
 
     def _attend_prompt(
@@ -191,11 +208,15 @@ class RowAttention:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         query, key, value = (_by_sequence(x, paged.batch) for x in (query, key, value))
-        if paged.context_blocks is not None:
-            blocks = paged.context_blocks
+        recent = recent_in_prompt(paged, spec)
+        blocks = paged.context_blocks if recent is None else recent.blocks.flatten()
+        if blocks is not None:
             key = torch.cat((keys.of_sequences(blocks, paged.batch), key), 2)
             value = torch.cat((values.of_sequences(blocks, paged.batch), value), 2)
-        bias = _prompt_bias(paged, spec, query, key.shape[2])
+        if recent is None:
+            bias = _prompt_bias(paged, spec, query, key.shape[2])
+        else:
+            bias = recent.bias.to(query.dtype)
         if spec.needs_scores and bias is not None:
             out = softmax_attention(query, key, value, bias, spec, sinks)
             return out.transpose(1, 2).reshape(1, -1, query.shape[1], spec.value_width)
@@ -238,6 +259,8 @@ class RowAttention:
             paged.starts,
             paged.shared_starts,
             queries_at,
+            recent_blocks=paged.recent_blocks,
+            recent_starts=paged.recent_starts,
         )
 
     def _attend_decode(
