@@ -419,7 +419,9 @@ def test_other_parameters_are_those_of_the_merged_model(
                 assert got.chosen.logprob == pytest.approx(wanted.chosen.logprob, abs=1e-3)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize(
+    "quantization", ["none", "int8", pytest.param("int4", marks=pytest.mark.slow)]
+)
 def test_packed_and_tiled_layers(
     start: Start, quantization: str, make_tiny_model, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_the_number_settles_where_others_keep_cores(most: int, others: list[int]
     assert num_threads >= min(most, max(1, most - busy))
 
 
+@pytest.mark.slow
 def test_the_engine_adapts_while_it_serves(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_small_cache_with_tiers_computes_few_tokens_again(
         assert tiered.core.blocks.pool.num_used_blocks == 0
 
 
+@pytest.mark.slow
 def test_tokens_are_the_same_with_preemption_swaps_sleep_and_a_switch(
     models: list[Path], tmp_path: Path, serve: Callable[[EngineConfig], Served]
 ) -> None:

@@ -120,6 +120,7 @@ def _numbers(token: Any) -> list[float]:
     return [*of_token, *np.frombuffer(b"" if scores is None else scores, np.float32)]
 
 
+@pytest.mark.slow
 def test_two_ranks_serve_what_one_process_serves(
     tmp_path: Path, make_tiny_model: Callable[..., Path], start: Callable[..., EngineCore]
 ) -> None:

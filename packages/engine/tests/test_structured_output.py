@@ -796,6 +796,7 @@ def test_llm_takes_a_form_for_each_prompt(tiny_model: Path) -> None:
     llm.core.close()
 
 
+@pytest.mark.slow
 @needs_llguidance
 @pytest.mark.usefixtures("own_processes")
 def test_a_hostile_schema_hurts_its_sender_alone(tiny_model: Path) -> None:
