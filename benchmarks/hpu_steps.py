@@ -5,9 +5,9 @@ stand-in for a Gaudi (``packages/engine/tests/habana_standin``). The counts do n
 machine, and those of bytes alone on the width: launches, copies between host and device, waits of
 the host, operations outside of recipes, recipes compiled after warm-up, gathers, bytes that
 programs read and write. ``shared`` has prefix caching and a system prompt of 2,560 tokens for all
-sequences, ``moe`` has eight experts, ``fp8`` weights of FP8, ``fp8-cache`` a KV cache of it. Counts
-of the plugin are read from its source, vllm-project/vllm-gaudi 091bbad, at the lines that `PLUGIN`
-gives::
+sequences, ``moe`` has eight experts, ``fp8`` weights of FP8, ``fp8-cache`` a KV cache of it,
+``fp8-moe`` experts of FP8. Counts of the plugin are read from its source, vllm-project/vllm-gaudi
+091bbad, at the lines that `PLUGIN` gives::
 
     python benchmarks/hpu_steps.py [--mode eager|lazy] [--batch 1 32 128] [--kind greedy top-p]
 """
@@ -28,7 +28,7 @@ LAYERS, VOCABULARY = 32, 128256
 PROMPT, STEPS = 130, 4
 SYSTEM_PROMPT = 2560
 BLOCK = 128
-KINDS = ("greedy", "top-p", "shared", "moe", "fp8", "fp8-cache")
+KINDS = ("greedy", "top-p", "shared", "moe", "fp8", "fp8-cache", "fp8-moe")
 
 COLUMNS = (
     *("launches", "uploads", "upload_bytes", "downloads", "download_bytes"),
@@ -82,7 +82,7 @@ def main() -> None:
     print("|---" * (len(COLUMNS) + 1) + "|")
     for kind in options.kind:
         with tempfile.TemporaryDirectory() as directory:
-            save_model(directory, experts=kind == "moe")
+            save_model(directory, experts=kind.endswith("moe"))
             for batch in options.batch:
                 counted = count_step(directory, batch, kind)
                 figures = " | ".join(f"{counted[name]:,}" for name in COLUMNS)
@@ -147,7 +147,7 @@ def count_step(directory: str, batch: int, kind: str) -> dict[str, int]:
             num_blocks=blocks,
             num_host_blocks=0,
             enable_prefix_caching=bool(shared),
-            quantization="fp8" if kind == "fp8" else "none",
+            quantization="fp8" if kind in ("fp8", "fp8-moe") else "none",
             kv_cache_dtype="fp8" if kind == "fp8-cache" else "auto",
             bucketing=BucketingConfig(
                 prompt_batch=only(1),

@@ -258,11 +258,14 @@ FLOORS: dict[str, list[set[str]]] = {
         {
             *("adapter_files", "adapter_operator", "cache_scales", "declared_modules"),
             *("gguf_blocks", "hub", "layer_inputs", "measured_scales"),
-            "packed_formats",
+            *("packed_experts", "packed_formats"),
             "paged_context",
-            *("rank_part", "rounded_weights", "score_heads"),
+            *("rank_part", "score_heads"),
         },
-        {"attention_operator", "packed_gguf", "rank_loading", "softmax_attention"},
+        {
+            *("attention_operator", "packed_gguf", "rank_loading", "rounded_weights"),
+            "softmax_attention",
+        },
         {"recent_blocks"},
         {
             *("block_attention", "decoder_layers", "gguf", "packed_checkpoint"),

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trencadis.bucketing import AxisConfig, BucketingConfig
+from trencadis.bucketing import AxisConfig, Bucket, BucketingConfig
 from trencadis.engine import ConfigError, EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
@@ -38,7 +38,9 @@ from trencadis.engine.devices.hpu.fp8_linear import FP8Linear
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.cache_scales import use_cache_scales
 from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.simulated import CostModel, find_hardware, read_model_shape
 from trencadis.kvcache import DefragConfig
+from trencadis.warmup import Phase
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
 PROMPTS = {"a": tuple(range(1, 41)), "b": (7,), "c": tuple(range(100, 117))}
@@ -269,6 +271,36 @@ def test_a_step_launches_what_it_did_and_reads_half_as_much_of_the_cache(
     in_prefix, written = 32 * 8 * row, 4 * row  # of a decode of this grid
     assert as_it_was.read_bytes - found.read_bytes == in_prefix - written
     assert found.written_bytes == as_it_was.written_bytes
+
+
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+def test_the_simulator_reads_as_much_less_in_fp8_as_the_engine(gaudi: Any, model: Path) -> None:
+    """Of weights without their scales and the rounded rows, which it leaves out; of the cache but
+    for the rows that the step writes."""
+    found, predicted = {}, {}
+    shape = attrs.evolve(read_model_shape(model), dtype_bytes=2, matrix_dtype_bytes=2)
+    shape = attrs.evolve(shape, kv_dtype_bytes=2)
+    kinds = {"bf16": {}, "weights": {"quantization": "fp8"}, "cache": {"kv_cache_dtype": "fp8"}}
+    rows = {"cache": 8 * 2 * 2 * 2 * 16}  # layers, keys and values, heads, width
+    for kind, changes in kinds.items():
+        core = core_of(model, **{"kv_cache_dtype": "auto", "dtype": "bfloat16", **changes})
+        layers = [x for x in core.executor.worker._model.modules() if type(x) is FP8Linear]
+        if layers:
+            rows[kind] = sum(each.scales.nbytes + 8 * each.in_features for each in layers)
+        core.add("one", GenerateRequest(PROMPTS["a"], GREEDY))
+        for _ in range(4):
+            before = gaudi.counters.copy()
+            core.step()
+        found[kind] = gaudi.counters.since(before)
+        own = shape.quantized(matrices=kind == "weights", kv_cache=kind == "cache")
+        work = CostModel(own, find_hardware("gaudi3"), 8).work(
+            Phase.DECODE, Bucket(("batch", "blocks"), (4, 32))
+        )
+        predicted[kind] = work.matrices.hbm_bytes + work.attention.hbm_bytes
+        assert found[kind].launches == found["bf16"].launches
+    for kind in ("weights", "cache"):
+        less = found["bf16"].read_bytes - found[kind].read_bytes
+        assert 0 <= predicted["bf16"] - predicted[kind] - less <= rows[kind], kind
 
 
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])

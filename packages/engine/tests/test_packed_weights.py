@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -277,7 +278,7 @@ def quantize(model: Path, target: Path, settings: dict[str, Any], pack: Packs) -
     expanded = Path(shutil.copytree(model, target / "expanded"))
     tensors = load_file(model / "model.safetensors")
     plain = {name: tensor.float() for name, tensor in tensors.items()}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name)]:
         packed, weight = pack(*tensors.pop(name).shape)
         layer = name.removesuffix(".weight")
         for own, array in packed.items():

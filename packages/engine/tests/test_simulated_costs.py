@@ -296,6 +296,11 @@ def test_an_fp8_cache_takes_and_reads_half_the_bytes() -> None:
     before, after = (model.work(Phase.DECODE, decode(64, 4096)) for model in (bf16, quantized))
     assert after.attention.hbm_bytes * 2 == before.attention.hbm_bytes
     assert (after.matrices, after.head) == (before.matrices, before.head)
+    # The engine multiplies what it reads in bf16; Intel's software in FP8.
+    assert after.attention.element_bytes == 2
+    model = read_model_shape(LLAMA).quantized(matrices=False, kv_cache=True, attention=True)
+    intels = CostModel(model, find_hardware("gaudi3"), 128)
+    assert intels.work(Phase.DECODE, decode(1, 8)).attention.element_bytes == 1
     assert quantized.swap_s(7) == pytest.approx(bf16.swap_s(7) / 2)
 
 

@@ -57,7 +57,7 @@ def costs(row: dict[str, str]) -> CostModel:
     assert row["precision"] == "fp8"
     ranks = int(row["ranks"])
     model = read_model_shape(DATA / f"{row['model']}.json")
-    of_rank = model.quantized(matrices=True, kv_cache=True).divided(ranks)
+    of_rank = model.quantized(matrices=True, kv_cache=True, attention=True).divided(ranks)
     return CostModel(of_rank, find_hardware(row["device"]), BLOCK, num_ranks=ranks)
 
 

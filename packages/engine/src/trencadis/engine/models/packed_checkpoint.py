@@ -17,6 +17,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trencadis.engine.errors import ModelError
+from trencadis.engine.models.packed_experts import (
+    AwaitedExperts,
+    await_experts,
+    unexpected_keys,
+)
 from trencadis.engine.models.packed_formats import Packing, Tensors
 from trencadis.engine.models.packed_weight import (
     PackedWeight,
@@ -90,7 +95,15 @@ class _PackedLayers(HfQuantizer):
             for name, each in model.named_modules()
             if type(each) is nn.Linear or (packing.file is not None and each is table)
         }
-        if others := sorted(awaited - linears) or (not awaited and ["none is packed"]):
+        in_experts = set[str]()
+        if packing.form.is_float and awaited - linears:
+            in_experts = await_experts(model, awaited - linears)
+        if in_experts and self.quantization_config.divided is not None:
+            raise ModelError(
+                f"experts in FP8 ({min(in_experts)}) are not divided between ranks: leave "
+                "tensor_parallel_size out, or serve the checkpoint in bf16"
+            )
+        if others := sorted(awaited - linears - in_experts) or (not awaited and ["none is packed"]):
             raise ModelError(
                 f"packed weights ({packing.form.name}) are read for linear layers alone, under the "
                 f"model's names of them: {others[0]}"
@@ -107,6 +120,7 @@ class _PackedLayers(HfQuantizer):
                 f"packed weights ({packing.form.name}) with scaled activations ({scaled[0]}) are "
                 "not computed: serve the checkpoint in bf16"
             )
+        awaited -= in_experts
         tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         for target, source in list(tied.items()):
             name, of_name = target.removesuffix(".weight"), source.removesuffix(".weight")
@@ -121,6 +135,7 @@ class _PackedLayers(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = {
             *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
             rf"^({known})\.",
+            *unexpected_keys(in_experts),
         }
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
@@ -132,6 +147,7 @@ class _PackedLayers(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         awaited = {n: each for n, each in model.named_modules() if isinstance(each, _Awaited)}
+        experts = {n: each for n, each in model.named_modules() if isinstance(each, AwaitedExperts)}
         names: dict[str, list[str]] = {}
         for tensor in self._files:
             names.setdefault(tensor.rpartition(".")[0], []).append(tensor)
@@ -141,30 +157,43 @@ class _PackedLayers(HfQuantizer):
                 file: stack.enter_context(safe_open(file, "pt"))
                 for file in set(self._files.values())
             }
+
+            def tensors_of(name: str) -> Tensors:
+                return {
+                    each.rpartition(".")[2]: files[self._files[each]].get_tensor(each)
+                    for each in names[name]
+                }
+
+            for name, module in experts.items():
+                model.set_submodule(
+                    name,
+                    module.filled(lambda own, shape: self._weight(own, shape, tensors_of(own))),
+                )
             for name, layer in awaited.items():
                 if layer.name not in read:
-                    tensors = {
-                        each.rpartition(".")[2]: files[self._files[each]].get_tensor(each)
-                        for each in names[layer.name]
-                    }
-                    read[layer.name] = self._read(layer, tensors)
+                    read[layer.name] = self._read(layer, tensors_of(layer.name))
                 weight, bias = read[layer.name]
                 made: nn.Module = QuantizedLinear(weight, bias)
                 if layer.is_table:
                     made = QuantizedEmbedding(weight, model.config.dtype)
                 model.set_submodule(name, made)
 
-    def _read(self, layer: _Awaited, tensors: Tensors) -> tuple[PackedWeight, nn.Parameter | None]:
-        packing, name = self.quantization_config.packing, layer.name
+    def _weight(self, name: str, shape: Sequence[int], tensors: Tensors) -> PackedWeight:
+        packing = self.quantization_config.packing
         try:
             weight = packing.read(tensors)
         except (LookupError, RuntimeError, ModelError) as error:
             raise ModelError(f"layer {name} ({packing.form}) cannot be read: {error}") from error
-        if weight.shape != layer.shape:
+        if weight.shape != tuple(shape):
             raise ModelError(
                 f"layer {name} ({packing.form}) is {list(weight.shape)} where the model has "
-                f"{list(layer.shape)}"
+                f"{list(shape)}"
             )
+        return weight
+
+    def _read(self, layer: _Awaited, tensors: Tensors) -> tuple[PackedWeight, nn.Parameter | None]:
+        name = layer.name
+        weight = self._weight(name, layer.shape, tensors)
         bias: nn.Parameter | None = layer.bias
         divided = self.quantization_config.divided
         if divided is not None:

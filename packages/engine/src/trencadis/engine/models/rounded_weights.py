@@ -6,13 +6,14 @@ Not those of routers and gates, which are small and select experts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.models.packed_experts import have_plain_weights, round_experts
 from trencadis.engine.models.packed_weight import (
     INT4_ZERO,
     ROUNDED_AT_A_TIME,
@@ -114,7 +115,9 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 def _round_to_fp8(model: nn.Module, layers: list[FoundLayer], form: WeightFormat) -> None:
     head = _head_of(model)
     layers[:] = [each for each in layers if each[2] is not head]  # no other list keeps them
-    _check_enough_is_rounded(model, [layer for _, _, layer in layers], form, apart=head)
+    experts = [each for each in model.modules() if have_plain_weights(each)]
+    _check_enough_is_rounded(model, [x for *_, x in layers], form, apart=head, experts=experts)
+    round_experts(model)
     replace_layers(
         layers, lambda layer: QuantizedLinear(rounded_fp8(layer.weight.detach()), layer.bias)
     )
@@ -252,10 +255,11 @@ def _check_enough_is_rounded(
     layers: list[nn.Linear],
     form: WeightFormat,
     apart: nn.Module | None = None,
+    experts: Sequence[nn.Module] = (),
 ) -> None:
     """Log how much of the weights is rounded. Raises `ConfigError` for less than half.
 
-    ``apart``: a layer that does not count, as embeddings.
+    ``apart``: a layer that does not count, as embeddings. ``experts``: those that are rounded, too.
     """
     quantization = form.name
     dtypes = {layer.weight.dtype for _, _, layer in layers_of(model, nn.Linear)}
@@ -273,6 +277,7 @@ def _check_enough_is_rounded(
     weights = {id(weight): weight for weight in model.parameters()}
     sizes = {name: weight.nbytes for name, weight in weights.items() if name not in embeddings}
     rounded = sum(sizes.get(id(layer.weight), 0) for layer in layers)
+    rounded += sum(sizes[id(weight)] for each in experts for weight in each.parameters())
     of_all = sum(sizes.values())
     share = f"{rounded / _GIB:.3g} of {of_all / _GIB:.3g} GiB of weights (embeddings apart)"
     if 2 * rounded < of_all:

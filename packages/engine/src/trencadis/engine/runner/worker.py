@@ -40,6 +40,7 @@ from trencadis.engine.models.measured_scales import (
     read_measured_scales,
     round_by_measured,
 )
+from trencadis.engine.models.packed_experts import expand_experts
 from trencadis.engine.models.packed_weight import WeightUse
 from trencadis.engine.models.paged_context import Attention
 from trencadis.engine.models.pooling import embedding_size
@@ -175,6 +176,9 @@ class Worker:
             *(self.spec, self.device.torch_device, self.dtype, self._max_model_len, self._divided),
             round_weights=self._round_weights if self.config.rounding != "none" else None,
         )
+        form = self.spec.weight_format(self.config.rounding)
+        if form is not None and self.device.weight_use(form) is WeightUse.EXPANDED:
+            expand_experts(self._model, self.dtype)
         if self.computes_embeddings:
             self.embedding_size = embedding_size(self._model)
         before = self._log_memory(f"Pre-loading model weights on {self._place}", before)

@@ -91,8 +91,8 @@ class SimulationConfig(CapacitySettings):
         one_of(("auto", "fp8", "fp8_inc")),
         "--kv-cache-dtype",
         group=MODEL,
-        help="KV cache and attention in FP8: fp8 or, as vLLM calls it on Gaudi, fp8_inc; auto "
-        "is the checkpoint's type",
+        help="KV cache in FP8: fp8 or, as vLLM calls it on Gaudi, fp8_inc; auto is the "
+        "checkpoint's type",
     )
     sampling: str = setting_field(
         "device",

@@ -348,7 +348,7 @@ class CostModel:
             attention=Part(
                 flops=4 * model.num_kv_heads * model.head_dim * products,
                 hbm_bytes=positions * model.kv_bytes_per_token / model.num_layers,
-                element_bytes=model.kv_dtype_bytes,
+                element_bytes=model.attention_dtype_bytes,
             ),
             head=Part(
                 flops=2 * self._padded(rows) * table,

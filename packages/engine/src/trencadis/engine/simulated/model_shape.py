@@ -42,7 +42,8 @@ class ModelShape:
     """Sizes of a model: widths in elements, bytes per element.
 
     ``dtype_bytes`` is the type of the checkpoint and of activations, ``matrix_dtype_bytes`` that of
-    the layers' weight matrices, ``kv_dtype_bytes`` that of the KV cache.
+    the layers' weight matrices, ``kv_dtype_bytes`` that of the KV cache, ``attention_dtype_bytes``
+    that of the products with keys and values.
 
     ``intermediate_size``: what a token computes with in a feed-forward layer: of ``num_experts``
     experts (0: none) the ``experts_per_token`` that it is routed to, together.
@@ -63,6 +64,7 @@ class ModelShape:
     max_position_embeddings: int
     matrix_dtype_bytes: int = attrs.field()
     kv_dtype_bytes: int = attrs.field()
+    attention_dtype_bytes: int = attrs.field()
     num_experts: int = 0
     experts_per_token: int = 0
     windows: tuple[int, ...] = ()
@@ -75,9 +77,14 @@ class ModelShape:
     def _unquantized_cache(self) -> int:
         return self.dtype_bytes
 
-    def quantized(self, *, matrices: bool, kv_cache: bool) -> ModelShape:
-        """The same model with the layers' matrices or the KV cache in FP8.
+    @attention_dtype_bytes.default
+    def _unquantized_attention(self) -> int:
+        return self.dtype_bytes
 
+    def quantized(self, *, matrices: bool, kv_cache: bool, attention: bool = False) -> ModelShape:
+        """The same model with the layers' matrices, the KV cache or attention in FP8.
+
+        This engine reads a cache of FP8 in the model's type; Intel's software attends in FP8.
         Embedding, output head and norms keep their type, as under vLLM's ``fp8`` and in the
         configurations that vllm-gaudi's calibration writes for ``inc`` (calibrate_model.sh).
         """
@@ -85,6 +92,7 @@ class ModelShape:
             self,
             matrix_dtype_bytes=1 if matrices else self.matrix_dtype_bytes,
             kv_dtype_bytes=1 if kv_cache else self.kv_dtype_bytes,
+            attention_dtype_bytes=1 if attention else self.attention_dtype_bytes,
         )
 
     def divided(self, num_ranks: int) -> ModelShape:
@@ -224,6 +232,7 @@ def _windows(file: Path, config: Mapping[str, Any], model_type: str) -> tuple[in
         return ()
     window, layers = (_size(file, config, x) for x in ("sliding_window", "num_hidden_layers"))
     types, pattern = config.get("layer_types"), _PATTERNS.get(model_type)
+    count: int
     if isinstance(types, list):
         if len(types) != layers:
             raise ModelError(

@@ -191,10 +191,10 @@ class HPUDevice(Device):
         In lazy mode, end a recipe after each decoder layer: equal layers share one recipe, where a
         recipe of the whole model would be compiled for each bucket.
         """
-        use_static_experts(model, self.torch_device)
         dtype = next(model.parameters()).dtype
         is_gaudi2 = self.calibrated_as() == "GAUDI2"
         use_fp8_products(model, self.torch_device, dtype, is_gaudi2=is_gaudi2)
+        use_static_experts(model, self.torch_device)
         if self.kv_cache_dtype is not None:
             check_kernels(self.torch_device, dtype, self.kv_cache_dtype)
         if (states := state_layers_of(model)) is not None:

@@ -23,10 +23,22 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from trencadis.engine.devices.hpu.cached_rows import as_read
+from trencadis.engine.devices.hpu.fp8_linear import fp8_product
 from trencadis.engine.devices.hpu.kernels import agrees
 from trencadis.engine.models.layer_spec import is_replaceable
+from trencadis.engine.models.packed_experts import (
+    MATRICES,
+    are_packed,
+    have_plain_weights,
+    scales_of,
+)
 
 _ALL, _FUSED = "trencadis_all_experts", "trencadis_fused_experts"
+_FP8 = "trencadis_fp8_experts"
+
+_ROWS_OF_A_PRODUCT = 128
+"""That a matrix engine of a Gaudi computes for any smaller number (forum.habana.ai/t/1272)."""
 
 
 def all_experts(
@@ -59,6 +71,9 @@ def _expert(experts: Any, number: int, hidden: torch.Tensor) -> torch.Tensor:
 
 def _product(experts: Any, name: str, number: int, rows: torch.Tensor) -> torch.Tensor:
     weight = getattr(experts, name)[number]
+    if weight.dtype is torch.float8_e4m3fn:
+        scales = getattr(experts, scales_of(name))[number].flatten()
+        return fp8_product(rows, weight, scales)
     bias = getattr(experts, f"{name}_bias")[number] if experts.has_bias else None
     return F.linear(rows, weight.t() if experts.is_transposed else weight, bias)
 
@@ -81,23 +96,54 @@ def fused_experts(
     return out
 
 
+def fp8_experts(
+    experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """`all_experts` of packed experts, whose scales are those of outputs.
+
+    Few rows are multiplied with all experts in FP8, which reads a byte of each weight: a product
+    computes as many rows for one. Of more rows, the weights are expanded for Intel's kernel, which
+    computes the chosen ones. That in FP8 is not in the public bridge.
+    """
+    if hidden.shape[0] <= _ROWS_OF_A_PRODUCT or not experts.expands_to_kernel:
+        return all_experts(experts, hidden, chosen, weights)
+    expanded = (
+        [_expanded(experts, matrix, n, hidden.dtype) for n in range(experts.num_experts)]
+        for matrix in MATRICES
+    )
+    return fused_experts(_Experts(*expanded), hidden, chosen, weights)
+
+
+def _expanded(experts: Any, matrix: str, number: int, dtype: torch.dtype) -> torch.Tensor:
+    scales: torch.Tensor = getattr(experts, scales_of(matrix))[number]
+    steps: torch.Tensor = getattr(experts, matrix)[number]
+    return as_read(steps, dtype) * scales.to(dtype)
+
+
 ALL_EXPERTS_FUNCTIONS.register(_ALL, all_experts)
+ALL_EXPERTS_FUNCTIONS.register(_FP8, fp8_experts)
 ALL_EXPERTS_FUNCTIONS.register(_FUSED, fused_experts)
 
 
-def use_static_experts(model: nn.Module, device: torch.device) -> None:
-    """Let the experts of a loaded model compute in static shapes."""
+def use_static_experts(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Let the experts of a loaded model compute in static shapes, in its ``dtype``."""
+    dtype = next(model.parameters()).dtype if dtype is None else dtype
     is_usable: dict[tuple[ExpertSizes, torch.dtype], bool] = {}
     replaceable: list[Any] = [module for module in model.modules() if is_replaceable(module)]
     for experts in replaceable:
         implementation = _ALL
         if _suits_kernel(experts) and hasattr(torch.ops.hpu, "mixture_of_experts"):
-            sizes, dtype = ExpertSizes.of(experts), next(experts.parameters()).dtype
+            sizes = ExpertSizes.of(experts)
             if (sizes, dtype) not in is_usable:
                 trial = functools.partial(experts_trial, device, dtype, sizes)
                 what = f"mixture_of_experts with {sizes}"
                 is_usable[sizes, dtype] = agrees(what, trial, dtype)
             implementation = _FUSED if is_usable[sizes, dtype] else _ALL
+        if are_packed(experts):
+            experts.expands_to_kernel = implementation == _FUSED
+            implementation = _FP8
         experts.config._experts_implementation = implementation
 
 
@@ -107,9 +153,7 @@ def _suits_kernel(experts: Any) -> bool:
     return (
         type(getattr(experts, "act_fn", None)) in (nn.SiLU, type(ACT2FN["silu"]))
         and getattr(gate, "__name__", "") == "_default_apply_gate"
-        and experts.has_gate
-        and experts.is_concatenated
-        and not (experts.has_bias or experts.is_transposed or experts.has_post_expert_norm)
+        and have_plain_weights(experts)
     )
 
 

@@ -15,6 +15,13 @@ import torch
 from torch import nn
 
 from trencadis.engine.devices.hpu.kernels import agrees
+from trencadis.engine.models.packed_experts import (
+    MATRICES,
+    expand_experts,
+    experts_in,
+    packed_weight,
+    put_weights,
+)
 from trencadis.engine.models.packed_weight import (
     LARGEST_FP8,
     PackedWeight,
@@ -52,18 +59,33 @@ class FP8Linear(nn.Module):
         scale was measured for become the largest number.
         """
         flat = rows.reshape(-1, self.in_features)
-        if self.input_scale is None:
-            largest = flat.abs().amax(1, keepdim=True).float().clamp_min(_SMALLEST_ROW)
-            scale = (LARGEST_FP8 / largest).to(rows.dtype)
-        else:
-            scale = self.input_scale.reciprocal().to(rows.dtype)
-        ops, dtype = torch.ops.hpu, torch.float8_e4m3fn
-        steps, _ = ops.cast_to_fp8_v2(flat, scale, False, False, dtype)
-        out: torch.Tensor = ops.fp8_gemm_v2(
-            *(steps, False, self.steps, True, None, rows.dtype),
-            *(scale.float().reciprocal(), self.scales, self.bias, False),
-        )
+        out = fp8_product(flat, self.steps, self.scales, self.bias, self.input_scale)
         return out.view(*rows.shape[:-1], self.out_features)
+
+
+def fp8_product(
+    rows: torch.Tensor,
+    steps: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``[rows, outputs]`` of ``rows`` ``[rows, inputs]`` and FP8 ``[outputs, inputs]``.
+
+    With fp32 ``scales`` ``[outputs]``; see `FP8Linear`.
+    """
+    if input_scale is None:
+        largest = rows.abs().amax(1, keepdim=True).float().clamp_min(_SMALLEST_ROW)
+        scale = (LARGEST_FP8 / largest).to(rows.dtype)
+    else:
+        scale = input_scale.reciprocal().to(rows.dtype)
+    ops, dtype = torch.ops.hpu, torch.float8_e4m3fn
+    rounded, _ = ops.cast_to_fp8_v2(rows, scale, False, False, dtype)
+    out: torch.Tensor = ops.fp8_gemm_v2(
+        *(rounded, False, steps, True, None, rows.dtype),
+        *(scale.float().reciprocal(), scales, bias, False),
+    )
+    return out
 
 
 def use_fp8_products(
@@ -77,7 +99,8 @@ def use_fp8_products(
     halved and scales doubled, also of inputs, as by vllm-gaudi (``extension/ops.py:969-988``).
     """
     layers = [each for each in layers_of(model, QuantizedLinear) if not each[2].packed.has_integers]
-    if not layers:
+    experts = experts_in(model)
+    if not layers and not experts:
         return
     trial = functools.partial(fp8_trial, device, dtype)
     usable = agrees("fp8_gemm_v2", trial, dtype)
@@ -89,16 +112,29 @@ def use_fp8_products(
     def replaced(layer: QuantizedLinear) -> nn.Module:
         packed = layer.packed
         input_scale = packed.input_scale if has_input_scales else None
-        if usable and packed.groups > 1:
-            packed = _on_the_host(packed, lambda weight: rounded_fp8(weight.unpacked()))
-        elif is_gaudi2:
-            packed = _on_the_host(packed, _halved)
+        if usable or (is_gaudi2 and packed.groups == 1):
+            packed = _as_multiplied(packed, is_gaudi2=is_gaudi2)
         if input_scale is not None and is_gaudi2:
             input_scale = input_scale * 2
         packed = attrs.evolve(packed, input_scale=input_scale)
         return FP8Linear(packed, layer.bias) if usable else QuantizedLinear(packed, layer.bias)
 
     replace_layers(layers, replaced)
+    if not usable:
+        expand_experts(model, dtype)
+        return
+    for each in experts:
+        for matrix in MATRICES:
+            numbers = range(len(getattr(each, matrix)))
+            weights = [packed_weight(each, matrix, number) for number in numbers]
+            put_weights(each, matrix, [_as_multiplied(w, is_gaudi2=is_gaudi2) for w in weights])
+
+
+def _as_multiplied(weight: PackedWeight, *, is_gaudi2: bool) -> PackedWeight:
+    """With scales of outputs, and numbers that the device has."""
+    if weight.groups > 1:
+        return _on_the_host(weight, lambda own: rounded_fp8(own.unpacked()))
+    return _on_the_host(weight, _halved) if is_gaudi2 else weight
 
 
 def _on_the_host(
