@@ -201,8 +201,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine.devices.hpu": [
         {"bridge", "kernels"},
-        {"cached_rows"},
-        {"attention", "experts", "fp8_linear"},
+        {"cached_rows", "fp8_linear"},
+        {"attention", "experts"},
         {"kernel_trials"},
         {"device"},
     ],

@@ -261,8 +261,8 @@ class MeasuredScales:
 def round_by_measured(model: nn.Module, scales: MeasuredScales) -> int:
     """Replace linear layers by `QuantizedLinear` in FP8; returns how many.
 
-    Raises `ConfigError` for a layer that was not measured, unless the settings say that it stays as
-    it is (``ignore_modules_wo_measures``). A head that the model ties to its embedding stays.
+    Raises `ConfigError` for a layer that was not measured, unless the settings leave such layers
+    out (``ignore_modules_wo_measures``). A head that the model ties to its embedding stays.
     """
     groups = _measured_as_one(model, scales)
     count = sum(map(len, groups.values()))

@@ -1,8 +1,8 @@
 """Fused experts of a layer with weights of FP8: their checkpoints, and rounding at load.
 
 transformers keeps the matrices of all experts in two parameters. In their place come FP8 steps,
-with scales of outputs or groups beside them. Experts with biases, with matrices the other way round
-or without a gate stay as they are.
+with scales of outputs or groups beside them. Not for experts with biases, with matrices the other
+way round or without a gate.
 """
 
 from __future__ import annotations
