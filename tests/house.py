@@ -358,9 +358,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"structured_output", "tools"},
         {"chat_messages"},
         {"protocol"},
-        {"pooling", "translation"},
-        {"chat_batch", "invocations", "messages", "responses", "tokens"},
-        {"input_items"},
+        {"translation"},
+        {"chat_batch", "messages", "pooling", "responses", "tokens"},
+        {"input_items", "invocations"},
     ],
     "server.generation": [
         {"answer_plan", "choice_stream", "response_store"},

@@ -188,7 +188,8 @@ def test_a_preempted_request_gets_the_same_embedding(tiny_model: Path, expected:
     found = {}
     while core.has_work:
         for token in core.step():
-            found[int(token.key)] = np.frombuffer(token.embedding, "<f4")
+            state = np.frombuffer(token.embedding, "<f4")
+            found[int(token.key)] = state / np.linalg.norm(state)
             assert token.finish_reason is not None
     assert running
     assert core.stats.num_preemptions
@@ -220,6 +221,19 @@ def test_an_error_names_the_prompt(tiny_model: Path) -> None:
     for prompt in ("\ud800", [], [999]):
         with pytest.raises(InvalidRequest, match=r"^prompt 1: "):
             llm.embed(["a", prompt])
+
+
+def test_an_embedding_without_activation_is_the_hidden_state(tiny_model: Path) -> None:
+    model = AutoModel.from_pretrained(tiny_model, dtype=torch.float32)
+    prompt = prompts()[0]
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).last_hidden_state[0, -1].numpy()
+    llm = pooling(tiny_model)
+    (state,) = llm.embed([prompt], use_activation=False)
+    assert np.allclose(state.vector, expected, rtol=0, atol=1e-4)
+    (embedding,) = llm.embed([prompt])
+    assert close([embedding.vector], [state.vector / np.linalg.norm(expected)])
+    assert not close([embedding.vector], [state.vector])
 
 
 def test_a_prompt_whose_hidden_state_is_no_number_fails_alone(tiny_model: Path) -> None:

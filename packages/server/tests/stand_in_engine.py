@@ -316,9 +316,8 @@ class StandInEngine:
         if self.scoring is not None:
             result = np.array([list(prompt).count(ord("a"))], np.float32)
         else:
-            counts = np.zeros(self.embedding_size, np.float32)
-            np.add.at(counts, np.array(prompt) % self.embedding_size, 1)
-            result = counts / np.linalg.norm(counts)
+            result = np.zeros(self.embedding_size, np.float32)
+            np.add.at(result, np.array(prompt) % self.embedding_size, 1)
         return CompletionDelta(
             request_id=key,
             index=0,

@@ -238,11 +238,11 @@ async def test_unsupported_fields_without_effect_are_accepted(client, fields):
 
 WITHOUT_EFFECT = {
     **dict.fromkeys(("audio", "prediction", "web_search_options", "moderation"), None),
-    **dict.fromkeys(("chat_template", "guided_whitespace_pattern", "kv_transfer_params"), None),
+    **dict.fromkeys(("chat_template", "guided_whitespace_pattern"), None),
     **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds"), None),
     **dict.fromkeys(("repetition_detection", "vllm_xargs"), None),
     **{name: [] for name in ("functions", "logits_processors")},
-    **dict.fromkeys(("return_prompt_text", "watermarking"), False),
+    "watermarking": False,
     "function_call": "none",
     "modalities": ["text"],
     "verbosity": "medium",

@@ -219,6 +219,10 @@ async def test_of_a_text_that_is_cut_no_more_is_encoded_than_needed(client, engi
         ({"input": "a", "normalize": False}, "normalize"),
         ({"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
         ({"messages": [{"role": "user", "content": "a"}], "input": "a"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a" * 5000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "prompt_name": "q"}, "prompt_name"),
+        ({"input": "a", "use_activation": "no"}, "use_activation"),
     ],
 )
 async def test_what_cannot_be_embedded_is_refused_by_name(client, engine, fields, param):
@@ -232,6 +236,45 @@ async def test_what_cannot_be_embedded_is_refused_by_name(client, engine, fields
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert not engine.requests
+
+
+async def test_a_conversation_is_embedded_as_its_template_writes_it(client, engine):
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    for fields, text in (
+        ({}, "[user]hello[assistant]hi"),
+        ({"add_generation_prompt": True}, "[user]hello[assistant]hi[assistant]"),
+    ):
+        found = await embed(client, messages=messages, **fields)
+        assert engine.requests[-1][0] == [BOS, *text.encode()]
+        assert found == await embed(client, input=text)
+        await embed(client, messages=messages, add_special_tokens=True, **fields)
+        assert engine.requests[-1][0] == [BOS, BOS, *text.encode()]
+    cut = await embed(client, messages=messages, truncate_prompt_tokens=3)
+    assert cut == await embed(client, input="[u")
+    invoked = await client.post("/invocations", json={"messages": messages})
+    assert (
+        invoked.json() == (await client.post("/v1/embeddings", json={"messages": messages})).json()
+    )
+    pooled = (await client.post("/pooling", json={"messages": messages})).json()
+    assert [pooled["data"][0]["data"]] == await embed(client, messages=messages)
+
+
+async def test_without_activation_embeddings_keep_their_length(client):
+    text = "hello"
+    (plain,), (shortened,) = [
+        await embed(client, input=text, use_activation=False, **fields)
+        for fields in ({}, {"dimensions": 4})
+    ]
+    counts = np.bincount([token % SIZE for token in (BOS, *text.encode())], minlength=SIZE)
+    assert plain == counts.tolist()
+    assert shortened == counts[:4].tolist()
+    assert await embed(client, input=text, use_activation=True) == await embed(client, input=text)
+
+
+async def test_the_pooler_of_an_embedding_model_classifies_nothing(client):
+    error = await refusal(client, "/pooling", input="a", task="classify")
+    assert error["param"] == "task"
+    assert "'embed'" in error["message"]
 
 
 # Scores.

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+from stand_in_engine import BOS
 from test_bad_input import assert_error
 from test_tool_calls import ANSWER, QWEN
 
@@ -82,6 +83,29 @@ async def test_a_tool_of_a_namespace_is_chosen_by_either_name(official, engine, 
     assert response.tool_choice.name == "weather"
     _, params, *_ = engine.requests[0]
     assert "mcp__cities__time" not in params.structured_output.grammar
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_has_what_the_model_read_and_wrote(official, engine, stream):
+    engine.script = ["<think>so</think>It is."]
+    wants = {"extra_body": {"enable_response_messages": True}}
+    request: dict[str, Any] = {"model": "stand-in", "input": "hello", **wants}
+    response = await official.responses.create(stream=stream, **request)
+    if stream:
+        *_, completed = [event async for event in response]
+        response = completed.response
+    prompt, tokens = "<bos>[user]hello[assistant]", [BOS, *b"[user]hello[assistant]"]
+    read = {"type": "raw_message_tokens", "message": prompt, "tokens": tokens}
+    assert response.input_messages == [read]
+    (written,) = response.output_messages
+    assert (written["message"], written["tokens"]) == ("<think>so</think>It is.", [97])
+    plain = await respond(official, stream=stream)
+    assert plain.input_messages is plain.output_messages is None
+    hidden = await respond(official, stream=False, extra_body={
+        "enable_response_messages": True, "include_reasoning": False
+    })  # fmt: skip
+    assert hidden.input_messages == [read]
+    assert hidden.output_messages is None
 
 
 @pytest.mark.parametrize("stream", [False, True])

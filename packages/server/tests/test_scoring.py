@@ -55,6 +55,19 @@ def prompts(engine) -> list[str]:
     return [engine.tokenizer.decode(tokens) for tokens, *_ in engine.requests]
 
 
+async def test_the_pooler_of_a_reranker_scores_each_input(client, engine):
+    for fields, scores in (
+        ({"task": "classify"}, [sigmoid(1), sigmoid(2)]),
+        ({"use_activation": False}, [1, 2]),
+    ):
+        answer = (await client.post("/pooling", json={"input": ["a", "aa"], **fields})).json()
+        assert [len(each["data"]) for each in answer["data"]] == [1, 1]
+        assert [each["data"][0] for each in answer["data"]] == pytest.approx(scores)
+    assert prompts(engine)[-2:] == ["a", "aa"]
+    for fields, param in (({"task": "embed"}, "task"), ({"dimensions": 2}, "dimensions")):
+        assert (await refusal(client, "/pooling", input="a", **fields))["param"] == param
+
+
 async def test_a_score_is_that_of_both_texts_in_one_prompt(client, engine):
     for names in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")):
         engine.requests.clear()

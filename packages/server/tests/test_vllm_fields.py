@@ -174,7 +174,60 @@ async def test_tokens_are_written_as_token_ids(official):
     assert position.top_logprobs[0].token == "token_id:65"  # noqa: S105
 
 
-@pytest.mark.parametrize("field", ["watermarking", "return_prompt_text", "stream_interval"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_has_the_text_of_its_prompt(official, stream):
+    text = "<bos>[user]hello[assistant]"
+    answer = await official.chat.completions.create(
+        model="stand-in",
+        messages=MESSAGES,
+        stream=stream,
+        extra_body={"return_prompt_text": True},
+    )
+    if stream:
+        chunks = [chunk async for chunk in answer]
+        assert [getattr(chunk, "prompt_text", None) for chunk in chunks[:2]] == [text, None]
+    else:
+        assert answer.prompt_text == text
+    assert (await chat(official)).prompt_text is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_another_server_made_is_not_rendered(official, engine, stream):
+    tokens = list(b"[user]bye[assistant]")
+    answer = await official.chat.completions.create(
+        model="stand-in",
+        messages=MESSAGES,
+        stream=stream,
+        extra_body={"kv_transfer_params": {"prompt_token_ids": tokens}, "return_token_ids": True},
+    )
+    first = await anext(aiter(answer)) if stream else answer
+    assert first.prompt_token_ids == tokens == list(engine.requests[0][0])
+    assert not engine.tokenizer.rendered
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"prompt_token_ids": []}, "kv_transfer_params.prompt_token_ids"),
+        ({"prompt_token_ids": [5, 257]}, "kv_transfer_params.prompt_token_ids"),
+        ({"prompt_token_ids": [5] * 256}, "kv_transfer_params.prompt_token_ids"),
+        ({"prompt_token_ids": ["a"]}, "kv_transfer_params.prompt_token_ids[0]"),
+        ({"do_remote_prefill": True}, "kv_transfer_params"),
+    ],
+)
+async def test_a_prompt_that_the_model_cannot_take_is_refused(official, engine, params, field):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await chat(official, kv_transfer_params=params)
+    assert caught.value.param == field
+    assert not engine.requests
+
+
+async def test_parameters_that_concern_no_prompt_have_no_effect(official):
+    answer = await chat(official, kv_transfer_params={"do_remote_decode": False})
+    assert answer.choices[0].message.content == "[user]hello[assistant]"
+
+
+@pytest.mark.parametrize("field", ["watermarking", "stream_interval"])
 async def test_what_is_not_supported_is_an_error(official, field):
     with pytest.raises(openai.BadRequestError) as caught:
         await chat(official, **{field: 2})

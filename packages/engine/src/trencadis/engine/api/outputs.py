@@ -58,8 +58,8 @@ class CompletionDelta:
     the first token of an answer, the seconds that it waited in the core until it first ran; None
     for a request that was parked, which also waited for its model. ``away_s``: the seconds that it
     was preempted until then, without those that it was parked. ``num_preemptions``: how often it
-    was preempted. ``embedding``: of an engine with the runner ``pooling``, the vector of the
-    prompt, which has length 1, as float32 in little endian, or of one that scores the logit alone;
+    was preempted. ``embedding``: of an engine with the runner ``pooling``, the hidden state
+    of the prompt's last token as float32 in little endian, or of one that scores the logit alone;
     such a request has one delta, without text and tokens. ``prompt_logprobs``: in the first delta
     of a request that asked for them, one for each token of the prompt; the first, which no token
     precedes, is None.

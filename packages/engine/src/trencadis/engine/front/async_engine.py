@@ -249,8 +249,10 @@ class EngineFront:
         finally:
             await self._requests.abort(opened)
 
-    async def embed(self, request: PoolingRequest) -> Embedding:
+    async def embed(self, request: PoolingRequest, *, use_activation: bool = True) -> Embedding:
         """The embedding of a prompt, of an engine with the runner ``pooling``.
+
+        Without ``use_activation`` it is the hidden state, of any length.
 
         Errors are those of `generate`; raises `RequestFailed` also where the request is aborted.
         """
@@ -258,7 +260,7 @@ class EngineFront:
         self._check_active(request.model)
         check_pooling(self.embedding_size, self.scoring)
         async with contextlib.aclosing(self.generate(request)) as stream:
-            return Embedding.of(await anext(stream))
+            return Embedding.of(await anext(stream), use_activation)
 
     async def score(
         self,

@@ -146,9 +146,13 @@ class LLM:
         self,
         prompts: str | Sequence[str | Sequence[int]],
         prompt_name: str | None = None,
+        *,
+        use_activation: bool = True,
         **fields: Unpack[RequestFields],
     ) -> list[Embedding]:
         """The embedding of every prompt, with ``runner="pooling"``. Otherwise as `generate`.
+
+        Without ``use_activation`` it is the hidden state, of any length.
 
         ``prompt_name``: which of the checkpoint's prompts is put before each text, as ``query``;
         None for its default prompt, if it declares one. Token ids stay unchanged, so that they take
@@ -160,7 +164,7 @@ class LLM:
             listed = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
             check_named_texts(prompt_name, listed)
             jobs = self._pooled(self._encoded(listed, prefix), fields)
-            return [Embedding.of(job.pooled[0]) for job in jobs]
+            return [Embedding.of(job.pooled[0], use_activation) for job in jobs]
 
     def score(
         self,

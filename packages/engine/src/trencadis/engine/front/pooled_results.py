@@ -24,11 +24,17 @@ class Embedding:
     num_cached_tokens: int = 0
 
     @classmethod
-    def of(cls, delta: CompletionDelta) -> Embedding:
-        """The embedding in the delta of a request. Raises `RequestFailed` if it was aborted."""
+    def of(cls, delta: CompletionDelta, use_activation: bool = True) -> Embedding:
+        """The embedding in the delta of a request. Raises `RequestFailed` if it was aborted.
+
+        Without ``use_activation`` the vector is the hidden state, of any length.
+        """
         if delta.embedding is None:
             raise RequestFailed(f"request {delta.request_id} was aborted: send it again")
         vector = np.frombuffer(delta.embedding, "<f4")
+        if use_activation:
+            length = np.linalg.norm(vector.astype(np.float64))  # squares could overflow in fp32
+            vector = (vector / (length or 1.0)).astype(np.float32)
         return cls(vector, delta.num_prompt_tokens, delta.num_cached_tokens)
 
 

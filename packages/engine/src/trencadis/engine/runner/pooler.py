@@ -1,4 +1,4 @@
-"""Turns what a model without an output head gives into embeddings, or the logits of scores."""
+"""Turns what a model without an output head gives into hidden states, or the logits of scores."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ elements, too, and those that fail on them do it late."""
 class Pooler:
     """A `Sampler` whose result for a row is the row itself.
 
-    The row is that of a prompt's last token. ``normalises``: it is a hidden state, and divided by
+    The row is that of a prompt's last token. ``is_embedding``: it is a hidden state, and divided by
     its length it is the prompt's embedding. Otherwise it has the logits of a score head or of one
     or two tokens, see `Scoring`, and the result is a single number.
     """
 
-    def __init__(self, device: Device, *, normalises: bool = True) -> None:
+    def __init__(self, device: Device, *, is_embedding: bool = True) -> None:
         self._device = device
-        self._result = _embedding if normalises else _logit
+        self._result = _hidden_state if is_embedding else _logit
 
     def release(self) -> None:
         pass
@@ -66,11 +66,10 @@ class Pooler:
         return PendingRows((hidden,), read)
 
 
-def _embedding(row: npt.NDArray[np.float32]) -> SampledToken:
-    length = float(np.linalg.norm(row.astype(np.float64)))  # squares could overflow in fp32
-    if not np.isfinite(length):
+def _hidden_state(row: npt.NDArray[np.float32]) -> SampledToken:
+    if not np.isfinite(row).all():
         return SampledToken(NO_TOKEN)
-    return SampledToken(0, embedding=(row / (length or 1.0)).astype("<f4").tobytes())
+    return SampledToken(0, embedding=row.astype("<f4").tobytes())
 
 
 def _logit(row: npt.NDArray[np.float32]) -> SampledToken:

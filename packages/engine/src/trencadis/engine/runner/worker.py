@@ -668,7 +668,7 @@ class Worker:
 
     def _make_sampler(self, compiled: bool) -> Sampler:
         if self.spec.is_pooling:
-            return Pooler(self.device, normalises=self.computes_embeddings)
+            return Pooler(self.device, is_embedding=self.computes_embeddings)
         num_slots = 0
         if self.limits.max_steps_in_flight > 1:
             num_slots = 1 + self.limits.max_num_seqs  # slot 0 is that of padding

@@ -18,8 +18,10 @@ from trencadis.server.api.protocol import (
 from trencadis.server.api.translation import chat_request
 
 _ONE_CONVERSATION: dict[str, tuple[Any, ...]] = {
+    "kv_transfer_params": ({},),
     "n": (1,),
     "prompt_logprobs": (),
+    "return_prompt_text": (False,),
     "stream": (False,),
     "tools": ([],),
     "use_beam_search": (False,),

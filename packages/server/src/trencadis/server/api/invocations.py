@@ -26,6 +26,14 @@ _BY_FIELD: dict[str, type[RequestBody]] = {
 """The field that a request of each kind must have."""
 
 
+def as_embedding(chat: ChatCompletionRequest) -> EmbeddingRequest:
+    """A conversation as a request to embed it, for a model that generates nothing.
+
+    Raises `ValidationError`.
+    """
+    return EmbeddingRequest.model_validate(chat.model_dump(exclude_unset=True))
+
+
 class Invocation(BaseModel):
     """A request for chat, a completion, embeddings, scores or a ranking, as its route takes it."""
 

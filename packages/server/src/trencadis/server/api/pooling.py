@@ -10,18 +10,30 @@ from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from openai.types.completion_usage import PromptTokensDetails
-from pydantic import BaseModel, Field, PlainValidator, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest
 from trencadis.server.api.characters import Text, check_characters
+from trencadis.server.api.chat_messages import ChatMessage
 from trencadis.server.api.protocol import (
+    MAX_MESSAGES,
+    ChatCompletionRequest,
     Priority,
     RequestBody,
     TemplateArguments,
     as_prompts,
     check_truncation,
 )
+from trencadis.server.api.translation import chat_request
 from trencadis.server.api.unsupported_fields import UNSUPPORTED_POOLING, refuse_unsupported
 
 MAX_INPUTS = 2048
@@ -36,7 +48,12 @@ _PAIRS = (
 """The names that vLLM has given to the two sides of a score."""
 
 
-def _inputs(value: Any) -> list[str | list[int]]:
+def _inputs(value: Any, info: ValidationInfo) -> list[str | list[int]] | None:
+    """The inputs to embed; None beside messages, which come in place of them."""
+    if value is None:
+        if info.data.get("messages") is None:
+            raise PydanticCustomError("missing", "input or messages are required")
+        return None
     return as_prompts(value, MAX_INPUTS, "inputs")
 
 
@@ -143,6 +160,18 @@ class PoolingBody(RequestBody):
         """The name of the model's prompt that is put before each text; None for its default."""
         return None
 
+    def conversation(self) -> ChatCompletionRequest | None:
+        """What is to be embedded in place of inputs, if it is a conversation.
+
+        Raises `ValidationError`.
+        """
+        return None
+
+    @property
+    def uses_activation(self) -> bool:
+        """Whether embeddings have length 1, and scores are from 0 to 1."""
+        return True
+
     def check_embeddings(self, embedding_size: int) -> None:
         """Raise `InvalidRequest` where embeddings of so many numbers cannot answer the request."""
 
@@ -180,6 +209,10 @@ class PairRequest(PoolingBody):
                 "use_activation",
             )
 
+    @property
+    def uses_activation(self) -> bool:
+        return self.use_activation is not False
+
     @abstractmethod
     def pairs(self) -> dict[str, tuple[str, str]]:
         """Queries with their documents, by the names of the latter in the request."""
@@ -190,10 +223,26 @@ class EmbeddingRequest(PoolingBody):
 
     id_prefix: ClassVar[str] = "embd"
 
+    messages: (
+        Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+        | None
+    ) = Field(
+        default=None,
+        description="A conversation in place of input: one embedding, of what the chat template "
+        "makes of it.",
+    )
     input: Annotated[
-        list[str | list[int]],
-        PlainValidator(_inputs, str | list[str] | list[int] | list[list[int]]),
-    ]
+        list[str | list[int]] | None,
+        PlainValidator(_inputs, str | list[str] | list[int] | list[list[int]] | None),
+    ] = Field(default=None, validate_default=True)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    use_activation: bool | None = Field(
+        default=None,
+        description="False: embeddings are the hidden states, of any length. By default they have "
+        "length 1.",
+    )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(
         default=None,
@@ -218,6 +267,14 @@ class EmbeddingRequest(PoolingBody):
         return self.truncation_side == "left"
 
     @model_validator(mode="after")
+    def _check_input(self) -> Self:
+        if self.input is not None and self.messages is not None:
+            raise InvalidRequest(
+                "input and messages exclude each other: send one of them", "messages"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_truncation(self) -> Self:
         if self.keeps_end and self.truncate_prompt_tokens is None:
             raise InvalidRequest(
@@ -228,10 +285,11 @@ class EmbeddingRequest(PoolingBody):
 
     @model_validator(mode="after")
     def _check_prompt_name(self) -> Self:
-        if self.prompt_name is not None and not all(isinstance(each, str) for each in self.input):
+        inputs = self.input or [[]]
+        if self.prompt_name is not None and not all(isinstance(each, str) for each in inputs):
             raise InvalidRequest(
-                "prompt_name names what is put before texts, and token ids stay unchanged: leave "
-                "it out, or send texts",
+                "prompt_name names what is put before texts, and token ids stay unchanged, as do "
+                "conversations: leave it out, or send texts",
                 "prompt_name",
             )
         return self
@@ -240,8 +298,23 @@ class EmbeddingRequest(PoolingBody):
     def text_prompt(self) -> str | None:
         return self.prompt_name
 
+    @property
+    def uses_activation(self) -> bool:
+        return self.use_activation is not False
+
     def named_inputs(self) -> dict[str, str | list[int]]:
-        return {f"input[{number}]": each for number, each in enumerate(self.input)}
+        return {f"input[{number}]": each for number, each in enumerate(self.input or ())}
+
+    def conversation(self) -> ChatCompletionRequest | None:
+        if self.messages is None:
+            return None
+        continues = self.continue_final_message
+        return chat_request(
+            messages=self.messages,
+            add_generation_prompt=bool(self.add_generation_prompt),
+            continue_final_message=continues,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
     def check_embeddings(self, embedding_size: int) -> None:
         if self.dimensions is not None and self.dimensions > embedding_size:
@@ -253,11 +326,11 @@ class EmbeddingRequest(PoolingBody):
 
 
 class VectorRequest(EmbeddingRequest):
-    """``POST /pooling`` of vLLM, for what the pooler computes: here embeddings."""
+    """``POST /pooling`` of vLLM: embeddings or, of a model that scores, the score of each input."""
 
     id_prefix: ClassVar[str] = "pool"
 
-    task: Literal["embed"] | None = None
+    task: Literal["embed", "classify"] | None = None
 
 
 class CohereEmbedRequest(PoolingBody):

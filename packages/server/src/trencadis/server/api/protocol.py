@@ -49,7 +49,7 @@ from trencadis.server.api.structured_output import (
     requested_form,
 )
 from trencadis.server.api.tools import MAX_TOOLS, FunctionTool, ToolChoice, ToolChoiceField
-from trencadis.server.api.unsupported_fields import refuse_unsupported
+from trencadis.server.api.unsupported_fields import RequestPart, refuse_unsupported
 from trencadis.server.request_ids import REQUEST_ID_PATTERN
 from trencadis.server.settings import RESERVED_TEMPLATE_NAMES
 
@@ -427,6 +427,16 @@ def check_truncation(num_kept: int, max_model_len: int) -> None:
         )
 
 
+class KvTransferParams(RequestPart):
+    """vLLM's parameters of a prefill that another server computes, as far as they concern prompts.
+
+    ``prompt_token_ids``: the prompt, as the other server returned it. The conversation is not
+    rendered then.
+    """
+
+    prompt_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+
+
 class ChatCompletionRequest(GenerationRequest):
     """``POST /v1/chat/completions``. ``max_completion_tokens`` wins over ``max_tokens``."""
 
@@ -459,6 +469,18 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    return_prompt_text: bool | None = Field(
+        default=None,
+        description="Whether the response has the prompt that the chat template made; in a stream "
+        "it comes with the first chunk.",
+    )
+    kv_transfer_params: KvTransferParams | None = None
+
+    @property
+    def given_prompt(self) -> list[int] | None:
+        """The tokens of the prompt, where a client sends them instead of having it rendered."""
+        transfer = self.kv_transfer_params
+        return None if transfer is None else transfer.prompt_token_ids
 
     @property
     def max_tokens_field(self) -> str:

@@ -299,6 +299,10 @@ class ResponsesRequest(SamplingFields):
     metadata: dict[Text, Text] | None = None
     service_tier: ServiceTier | None = None
     include_reasoning: bool | None = None
+    enable_response_messages: bool | None = Field(
+        default=None,
+        description="Whether the response has the prompt and the answer as texts and token ids.",
+    )
     store: bool | None = None
     previous_response_id: Text | None = None
     background: bool | None = None
@@ -391,6 +395,7 @@ class ResponsesRequest(SamplingFields):
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             chat_template_kwargs=self.chat_template_kwargs,
             include_reasoning=self.include_reasoning,
+            return_prompt_text=self.enable_response_messages,
             **{name: getattr(self, name) for name in SamplingFields.model_fields},
         )
 
@@ -526,6 +531,14 @@ class IncompleteDetails(BaseModel):
     reason: Literal["max_output_tokens"]
 
 
+class RawMessage(BaseModel):
+    """What the model read or wrote, as vLLM calls it: text and token ids, which tell more."""
+
+    type: Literal["raw_message_tokens"] = "raw_message_tokens"
+    message: str
+    tokens: list[int]
+
+
 class ResponseError(BaseModel):
     """Why there is no complete answer."""
 
@@ -537,6 +550,8 @@ class ResponseObject(BaseModel):
     """The response. Fields of the request are repeated.
 
     ``store``: whether it is stored; None while it is made, before its size is known.
+    ``input_messages`` and ``output_messages``: with ``enable_response_messages``, of one that has
+    ended.
     """
 
     id: str
@@ -563,3 +578,5 @@ class ResponseObject(BaseModel):
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponsesUsage | None = None
+    input_messages: list[RawMessage] | None = None
+    output_messages: list[RawMessage] | None = None

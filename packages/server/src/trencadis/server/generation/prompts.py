@@ -45,13 +45,15 @@ class Prompt:
     """Token ids of a prompt. ``echo`` is the text that each choice repeats before its output.
 
     ``echo_has_special``: special tokens of the prompt have their text in it.
-    ``answer`` says how the answers to a conversation are read.
+    ``answer`` says how the answers to a conversation are read. ``text``: that of the tokens, with
+    special ones, where the request asks for it.
     """
 
     token_ids: Sequence[int]
     echo: str = ""
     echo_has_special: bool = False
     answer: AnswerPlan | None = None
+    text: str | None = None
 
 
 class _LongConversation(Exception):
@@ -88,12 +90,16 @@ class PromptEncoder:
         `ApiError` if it leaves no token of the context for the output.
         """
         model.answers.check(request)
-        special = bool(request.add_special_tokens)
-        token_ids = await self.conversation(request, model, client, add_special_tokens=special)
+        token_ids, field = request.given_prompt, "kv_transfer_params.prompt_token_ids"
+        if token_ids is None:
+            special, field = bool(request.add_special_tokens), "messages"
+            token_ids = await self.conversation(request, model, client, add_special_tokens=special)
         token_ids = request.truncated(token_ids, model.max_model_len)
-        _check(token_ids, "messages", model)
-        plan = model.answers.plan(request, token_ids)
-        return [Prompt(token_ids, echo=request.echoed, answer=plan)]
+        _check(token_ids, field, model)
+        plan, text = model.answers.plan(request, token_ids), None
+        if request.return_prompt_text:
+            text = await self.decode(token_ids, model, client, skip_special_tokens=False)
+        return [Prompt(token_ids, echo=request.echoed, answer=plan, text=text)]
 
     async def conversation(
         self,
@@ -134,11 +140,22 @@ class PromptEncoder:
             lambda: list(map(model.tokenizer.token_piece, token_ids)), thread, client
         )
 
-    async def decode(self, token_ids: Sequence[int], model: ServedModel, client: str = "") -> str:
+    async def decode(
+        self,
+        token_ids: Sequence[int],
+        model: ServedModel,
+        client: str = "",
+        *,
+        skip_special_tokens: bool = True,
+    ) -> str:
         """The text of tokens. Raises `InvalidRequest` for an id outside the vocabulary."""
         _check_vocabulary(token_ids, "tokens", model)
         thread = self._long if len(token_ids) > _LONG // 4 else self._short
-        return await self._run(lambda: model.tokenizer.decode(token_ids), thread, client)
+        return await self._run(
+            lambda: model.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
+            thread,
+            client,
+        )
 
     async def completion(
         self, request: CompletionRequest, model: ServedModel, client: str = ""

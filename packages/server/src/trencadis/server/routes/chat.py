@@ -32,7 +32,7 @@ from trencadis.server.routes.generation_response import (
 )
 
 _WITHOUT_VALUE: dict[str, Any] = dict.fromkeys(
-    ("service_tier", "system_fingerprint", "prompt_logprobs", "prompt_token_ids")
+    ("service_tier", "system_fingerprint", "prompt_logprobs", "prompt_token_ids", "prompt_text")
 )
 """Fields of a whole response that clients of vLLM read whether they asked for them or not."""
 
@@ -148,9 +148,15 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
         return chat_logprobs(self.token_texts, positions, with_chosen=lists)
 
     def _prompt_fields(self) -> dict[str, Any]:
-        if not self.request.return_token_ids or len(self.prompts) > 1:
+        if len(self.prompts) > 1:
             return {}
-        return {"prompt_token_ids": list(self.prompts[0].token_ids)}
+        prompt = self.prompts[0]
+        fields: dict[str, Any] = {}
+        if self.request.return_token_ids:
+            fields["prompt_token_ids"] = list(prompt.token_ids)
+        if prompt.text is not None:
+            fields["prompt_text"] = prompt.text
+        return fields
 
     def _choice(self, index: int, choice: FinishedChoice) -> complete.Choice:
         logprobs = None

@@ -148,12 +148,15 @@ class ServingContext:
 
         Before a switch to it. None names the active one.
         """
+        computes, name = self.computes_embeddings(name), self.alias_of(name)
+        check_runner(name or self.engine.model_name, computes, wants_embeddings=wants_embeddings)
+
+    def computes_embeddings(self, name: str | None) -> bool:
+        """Whether the model of this name generates nothing; None names the active one."""
         switching, name = self.switching, self.alias_of(name)
         if switching is None:
-            computes = self.models.current.is_pooling
-        else:
-            computes = switching.entry_of(name or switching.active).config.runner == "pooling"
-        check_runner(name or self.engine.model_name, computes, wants_embeddings=wants_embeddings)
+            return self.models.current.is_pooling
+        return switching.entry_of(name or switching.active).config.runner == "pooling"
 
     async def model_to_count(self, name: str | None) -> ServedModel:
         """The model whose tokenizer counts tokens for a request that names it.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
-from trencadis.server.api.invocations import Invocation
+from trencadis.server.api.invocations import Invocation, as_embedding
 from trencadis.server.api.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from trencadis.server.api.protocol import CompletionRequest
+from trencadis.server.api.translation import client_fields
 from trencadis.server.http.json_body import Checked
 from trencadis.server.routes.chat import ChatWriter
 from trencadis.server.routes.completions import CompletionWriter
@@ -43,6 +45,11 @@ def invocations_router(context: ServingContext) -> APIRouter:
             return await respond_to_score(context, request, made)
         if isinstance(made, RerankRequest):
             return await respond_to_rerank(context, request, made)
+        context.check_name(made.model)
+        if context.computes_embeddings(made.model):
+            with client_fields({}):
+                embedding = await context.bodies.translated(request, partial(as_embedding, made))
+            return await respond_to_embedding(context, request, embedding)
         return await respond_to_chat(context, request, made, ChatWriter)
 
     return router

@@ -43,6 +43,7 @@ from trencadis.server.api.pooling import (
     VectorList,
     VectorRequest,
 )
+from trencadis.server.api.protocol import ChatCompletionRequest
 from trencadis.server.api.translation import client_fields
 from trencadis.server.engine_protocol import PairTokenizer
 from trencadis.server.errors import ApiError
@@ -74,8 +75,8 @@ def pooling_router(context: ServingContext) -> APIRouter:
 
     @router.post("/pooling", response_model=None, responses=_responses(VectorList))
     async def pool(body: Checked[VectorRequest], request: Request) -> Response:
-        """The embeddings of inputs in the form of vLLM's /pooling."""
-        return await _respond(context, request, body, partial(_vectors, body))
+        """The embeddings of inputs, or their scores, in the form of vLLM's /pooling."""
+        return await respond_to_pooling(context, request, body)
 
     @router.post("/v2/embed", response_model=None, responses=_responses(CohereEmbedResponse))
     async def embed(body: Checked[CohereEmbedRequest], request: Request) -> Response:
@@ -104,6 +105,38 @@ async def respond_to_embedding(
 ) -> Response:
     """The embeddings of a request in OpenAI's form."""
     return await _respond(context, http_request, request, partial(_embeddings, request))
+
+
+async def respond_to_pooling(
+    context: ServingContext, http_request: Request, request: VectorRequest
+) -> Response:
+    """What the pooler makes of each input: an embedding or, of a model that scores, one number."""
+
+    async def answer(model: ServedModel, sender: Sender) -> Response:
+        name, scoring = _new_id(request), model.scoring
+        task = "embed" if scoring is None else "classify"
+        if request.task not in (None, task):
+            raise ApiError(
+                400,
+                f"task {request.task!r} is not supported by the model {model.name!r}: ask for "
+                f"{task!r}, or leave it out",
+                param="task",
+                code="invalid_value",
+            )
+        if scoring is None:
+            found = await _embed(context, request, model, sender, name, chat)
+            return _vectors(request, name, model.name, found)
+
+        def read(delta: CompletionDelta) -> Embedding:
+            score = Score.of(delta, scoring, request.uses_activation)
+            vector = np.array([score.score], np.float32)
+            return Embedding(vector, score.num_prompt_tokens, score.num_cached_tokens)
+
+        scores = await _run(context, request, model, sender, name, chat, 1, read)
+        return _vectors(request, name, model.name, scores)
+
+    chat = await _conversation(context, http_request, request)
+    return await with_model(context, http_request, request, answer, wants_embeddings=True)
 
 
 async def respond_to_score(
@@ -149,8 +182,9 @@ async def _respond(
                 code="invalid_value",
             )
         name = _new_id(request)
-        return write(name, model.name, await _embed(context, request, model, sender, name))
+        return write(name, model.name, await _embed(context, request, model, sender, name, chat))
 
+    chat = await _conversation(context, http_request, request)
     return await with_model(context, http_request, request, answer, wants_embeddings=True)
 
 
@@ -190,15 +224,43 @@ async def _embed(
     model: ServedModel,
     sender: Sender,
     name: str,
+    chat: ChatCompletionRequest | None = None,
 ) -> list[Embedding]:
-    """The embeddings of the inputs of a request, in their order."""
-    request.check_embeddings(model.embedding_size)
+    """The embeddings of the inputs of a request, in their order, and of its conversation."""
+    size, read = model.embedding_size, partial(Embedding.of, use_activation=request.uses_activation)
+    return await _run(context, request, model, sender, name, chat, size, read)
+
+
+async def _conversation(
+    context: ServingContext, http_request: Request, request: PoolingBody
+) -> ChatCompletionRequest | None:
+    with client_fields({}):
+        return await context.bodies.translated(http_request, request.conversation)
+
+
+async def _run(
+    context: ServingContext,
+    request: PoolingBody,
+    model: ServedModel,
+    sender: Sender,
+    name: str,
+    chat: ChatCompletionRequest | None,
+    size: int,
+    read: Callable[[CompletionDelta], Embedding],
+) -> list[Embedding]:
+    """What ``read`` makes of the pooler's result for each input: so many numbers."""
+    request.check_embeddings(size)
     prefix = model.text_prompts.prefix(request.text_prompt)
+    given = {
+        field: prefix + each if isinstance(each, str) else each
+        for field, each in request.named_inputs().items()
+    }
+    if chat is not None:
+        given["messages"] = await context.encoder.conversation(
+            chat, model, sender.client, add_special_tokens=request.add_special_tokens is True
+        )
     inputs = await context.encoder.inputs(
-        {
-            field: prefix + given if isinstance(given, str) else given
-            for field, given in request.named_inputs().items()
-        },
+        given,
         model,
         add_special_tokens=request.add_special_tokens is not False,
         max_tokens=request.kept_tokens(model.max_model_len),
@@ -206,8 +268,7 @@ async def _embed(
         client=sender.client,
     )
     requests = _engine_requests(inputs, model, sender, name)
-    generate = context.engine.generate
-    return await embed_all(generate, context.metrics, requests, sender, Embedding.of)
+    return await embed_all(context.engine.generate, context.metrics, requests, sender, read)
 
 
 async def _score(
@@ -234,10 +295,9 @@ async def _score(
         client=sender.client,
     )
     requests = _engine_requests(prompts, model, sender, name)
-    uses_activation = request.use_activation is not False
 
     def read(delta: CompletionDelta) -> Score:
-        return Score.of(delta, scoring, uses_activation)
+        return Score.of(delta, scoring, request.uses_activation)
 
     return await embed_all(context.engine.generate, context.metrics, requests, sender, read)
 
@@ -265,7 +325,7 @@ def _embeddings(
         numbers = _written(vector, request.encoding_format)
         return {"object": "embedding", "index": index, "embedding": numbers}
 
-    rows = _rows(found, request.dimensions, item)
+    rows = _rows(found, request, request.dimensions, item)
     tail = {"model": model, "usage": _usage(found).model_dump(exclude_none=True)}
     return _streamed(name, _listed({"object": "list"}, "data", rows, tail))
 
@@ -277,7 +337,7 @@ def _vectors(request: VectorRequest, name: str, model: str, found: Sequence[Embe
 
     head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
     tail = {"usage": _usage(found).model_dump(exclude_none=True)}
-    rows = _rows(found, request.dimensions, item)
+    rows = _rows(found, request, request.dimensions, item)
     return _streamed(name, _listed(head, "data", rows, tail))
 
 
@@ -299,7 +359,7 @@ def _of_cohere(
     async def pieces() -> AsyncGenerator[str, None]:
         yield f'{{"id":{json.dumps(name)},"embeddings":{{'
         for number, form in enumerate(forms):
-            rows = _rows(found, request.output_dimension, partial(item, form))
+            rows = _rows(found, request, request.output_dimension, partial(item, form))
             yield f'{"," if number else ""}"{form}":['
             async for piece in rows:
                 yield piece
@@ -328,13 +388,17 @@ async def _listed(
 
 
 async def _rows(
-    found: Sequence[Embedding], dimensions: int | None, item: Callable[[int, Vector], Any]
+    found: Sequence[Embedding],
+    request: PoolingBody,
+    dimensions: int | None,
+    item: Callable[[int, Vector], Any],
 ) -> AsyncGenerator[str, None]:
     """The items of a list, each made of an embedding with so many dimensions."""
     for index, embedding in enumerate(found):
-        row = json.dumps(
-            item(index, _shortened(embedding.vector, dimensions)), separators=(",", ":")
-        )
+        vector = embedding.vector[:dimensions]
+        if dimensions is not None and request.uses_activation:
+            vector = vector / (np.linalg.norm(vector) or np.float32(1))
+        row = json.dumps(item(index, vector), separators=(",", ":"))
         yield ("," if index else "") + row
         # Sending may never wait, and other requests would until the last embedding.
         await asyncio.sleep(0)
@@ -397,14 +461,6 @@ def _usage(found: Sequence[Embedding] | Sequence[Score]) -> PoolingUsage:
         total_tokens=total,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )
-
-
-def _shortened(vector: Vector, dimensions: int | None) -> Vector:
-    """The first ``dimensions`` numbers of a vector, with length 1 again."""
-    if dimensions is None:
-        return vector
-    part = vector[:dimensions]
-    return part / (np.linalg.norm(part) or np.float32(1))
 
 
 def _cosines(first: Sequence[Embedding], second: Sequence[Embedding]) -> list[float]:

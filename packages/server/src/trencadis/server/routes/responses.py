@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from trencadis.engine import PositionLogprobs, SamplingParams
+from trencadis.engine import CompletionDelta, PositionLogprobs, SamplingParams
 from trencadis.server.api.error_responses import error_responses
 from trencadis.server.api.logprobs import chat_logprobs
 from trencadis.server.api.protocol import ChatCompletionRequest
@@ -24,6 +24,7 @@ from trencadis.server.api.responses import (
     OutputMessage,
     OutputText,
     OutputTokensDetails,
+    RawMessage,
     ReasoningItem,
     ReasoningText,
     ResponseError,
@@ -155,17 +156,21 @@ class ResponsesWriter(ResponseWriter):
         """The log-probabilities of each block of text."""
         self._undecided: list[dict[str, Any]] = []
         """Those of tokens whose text the parsers still hold back."""
+        self._output = RawMessage(message="", tokens=[])
+        """What the model wrote."""
 
     def whole(self, choices: Sequence[FinishedChoice]) -> str:
         (choice,) = choices
         if self._body.has_logprobs:
             self._follow(choice)
+        self._output = RawMessage(message=choice.text, tokens=choice.token_ids)
         self._answer.add(choice.text, is_last=True)
         return self._finished(choice.finish_reason).model_dump_json()
 
     async def events(self, deltas: ChoiceStream) -> AsyncGenerator[str, None]:
         async for item in deltas:
             self.usage.add(item)
+            self._write(item.delta)
             if not self._num_events:
                 for kind in ("created", "in_progress"):
                     yield self._event(f"response.{kind}", response=self._response("in_progress"))
@@ -196,6 +201,11 @@ class ResponsesWriter(ResponseWriter):
             for name, value in fields.items()
         }
         return event(kind, sequence_number=number, **values)
+
+    def _write(self, delta: CompletionDelta) -> None:
+        if self._body.enable_response_messages:
+            self._output.message += delta.text
+            self._output.tokens += delta.token_ids
 
     def _follow(self, choice: FinishedChoice) -> None:
         """Find the blocks of an answer's tokens, whose texts alone tell it."""
@@ -277,10 +287,20 @@ class ResponsesWriter(ResponseWriter):
         response.usage = self._token_counts()
         if is_cut:
             response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+        self._add_messages(response)
         if self._keep is not None:
             response.store = True  # also in what is stored
             response.store = self._keep(response)
         return response
+
+    def _add_messages(self, response: ResponseObject) -> None:
+        """Add what the model read and, unless it has reasoning that is hidden, what it wrote."""
+        (prompt,) = self.prompts
+        if prompt.text is None:
+            return
+        response.input_messages = [RawMessage(message=prompt.text, tokens=list(prompt.token_ids))]
+        if self._plan.reasoning is None or self._plan.shows_reasoning:
+            response.output_messages = [self._output]
 
     def _items(self, last: ItemStatus) -> list[OutputItem]:
         """The blocks as items; ``last`` is the status of the last one."""
