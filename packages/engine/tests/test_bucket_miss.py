@@ -54,7 +54,7 @@ def serve(core: EngineCore, **lengths: int) -> tuple[dict[str, int], dict[str, s
         for token in core.step():
             tokens[token.key] += 1
         for failure in core.take_failures():
-            assert failure.bucket_miss
+            assert failure.code == "bucket_miss"
             errors[failure.key] = failure.message
     return tokens, errors
 

@@ -15,15 +15,18 @@ import pytest
 from trencadis.engine import (
     BatchControl,
     EngineDead,
+    EngineError,
     EngineStats,
     GenerateRequest,
     InvalidRequest,
     PoolingRequest,
     PositionLogprobs,
+    RequestFailed,
     SamplingParams,
     ThermalStats,
     TokenLogprob,
 )
+from trencadis.engine.errors import ENDING_ERRORS
 from trencadis.engine.ipc.channel import CoreChannel, FrontChannel, Undecodable
 from trencadis.engine.ipc.messages import (
     Abort,
@@ -32,12 +35,22 @@ from trencadis.engine.ipc.messages import (
     Control,
     NewToken,
     Rejected,
+    RequestError,
     StepDone,
     ToCore,
 )
 
 GOOD = Add("good", GenerateRequest((1, 2), SamplingParams(max_tokens=3), client="a"))
 POOLED = AddPooling("pooled", PoolingRequest((1, 2), cache_salt="s"))
+
+
+@pytest.mark.parametrize("kind", ENDING_ERRORS.values(), ids=ENDING_ERRORS)
+def test_an_error_that_ends_a_request_arrives_as_what_it_was(kind: type[EngineError]) -> None:
+    error = RequestError.of("key", kind("why")).to_error("a")
+    assert type(error) is kind
+    assert str(error).startswith("a: ")
+    assert str(error).endswith("why")
+    assert type(RequestError.of("key", OSError("why")).to_error()) is RequestFailed
 
 
 @asynccontextmanager

@@ -11,10 +11,13 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 from switching_engine import SwitchingStandIn
 from typing_extensions import is_protocol
 
+import trencadis.engine
 import trencadis.server
 from trencadis.engine import BatchControl
+from trencadis.engine.errors import ENDING_ERRORS
 from trencadis.server import ServerSettings, create_app, engine_protocol
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
+from trencadis.server.errors import as_api_error
 from trencadis.server.metrics.metric_tables import (
     ADMISSION_REJECTIONS,
     BATCH_LINES,
@@ -78,6 +81,15 @@ def metrics_list() -> str:
     rows += [BATCHES[:2], (f"{BATCH_LINES[0]}_total", BATCH_LINES[1])]
     rows += [(f"{metric.name}_total", metric.help) for metric in KEY_METRICS]
     return "\n".join(f"- `{name}`: {about}" for name, about in dict.fromkeys(rows))
+
+
+def test_the_pages_name_every_error_that_ends_a_request():
+    requests = (Path(__file__).parents[3] / "docs" / "engine" / "requests.md").read_text()
+    for code, error in ENDING_ERRORS.items():
+        assert as_api_error(error("")).code == code, f"{error.__name__}: server/errors.py"
+        assert getattr(trencadis.engine, error.__name__, None) is error, "engine/__init__.py"
+        assert f"- `{error.__name__}`: " in requests, "docs/engine/requests.md"
+        assert re.search(rf"^- \d.* `{code}`", API, re.MULTILINE), f"{code}: docs/server/api.md"
 
 
 def test_the_page_lists_all_metrics():

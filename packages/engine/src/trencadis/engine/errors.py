@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 
 
 class EngineError(Exception):
@@ -131,6 +132,14 @@ class SwitchFailedError(EngineError):
         super().__init__(message)
         self.step = step
         self.active = active
+
+
+ENDING_ERRORS: Mapping[str, type[EngineError]] = {
+    "internal_error": RequestFailed,
+    "bucket_miss": BucketMiss,
+}
+"""The errors that end a request which was accepted, by their code, in the core's messages and in
+the server's responses. Any other error is the first one."""
 
 
 class _ShortRepr(reprlib.Repr):

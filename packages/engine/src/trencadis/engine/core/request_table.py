@@ -19,7 +19,7 @@ import numpy.typing as npt
 from trencadis.engine.api.outputs import RequestStatus
 from trencadis.engine.api.requests import EngineRequest
 from trencadis.engine.api.sampling_params import SamplingParams
-from trencadis.engine.errors import BucketMiss, EngineOverloaded, InvalidRequest
+from trencadis.engine.errors import EngineOverloaded, InvalidRequest
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher
 from trencadis.engine.ipc.messages import Rejected, RequestError
@@ -340,7 +340,7 @@ class RequestTable:
         """End the request that a scheduler request belongs to, because of an internal error."""
         for entry in self._entries.values():
             if any(group.request_id == request_id for group in entry.groups):
-                self._fail(entry, error)
+                self.end_with(RequestError.of(entry.key, error))
                 return
 
     def fail_sequence(self, seq_id: int, error: Exception) -> None:
@@ -349,11 +349,11 @@ class RequestTable:
         if sample is not None:
             # The row after the stop token of a sample was computed in vain: the others go on.
             if sample.sequence.finish_reason is None:
-                self._fail(sample.entry, error)
+                self.end_with(RequestError.of(sample.entry.key, error))
         else:
             _, entry = self.live_beams().get(seq_id, (None, None))
             if entry is not None:
-                self._fail(entry, error)
+                self.end_with(RequestError.of(entry.key, error))
 
     def end_with(self, failure: RequestError) -> None:
         """End the request that ``failure`` names; `failures` has it."""
@@ -430,13 +430,6 @@ class RequestTable:
             self._scheduler.check_queue(client, clients)
         except QueueFull as error:
             raise EngineOverloaded(str(error)) from error
-
-    def _fail(self, entry: Entry, error: Exception) -> None:
-        if isinstance(error, BucketMiss):
-            self.end_with(RequestError(entry.key, str(error), bucket_miss=True))
-            return
-        message = f"internal error: {type(error).__name__}: {error}"
-        self.end_with(RequestError(entry.key, message))
 
 
 def _scores_prompt(request: EngineRequest) -> bool:

@@ -27,7 +27,6 @@ from trencadis.engine.api.scoring import Scoring
 from trencadis.engine.api.text_prompts import TextPrompts
 from trencadis.engine.core.core_process import LogSettings
 from trencadis.engine.errors import (
-    BucketMiss,
     ConfigError,
     EngineDead,
     EngineError,
@@ -445,8 +444,7 @@ class EngineFront:
         elif isinstance(message, Rejected):
             self._requests.reject(message)
         elif isinstance(message, RequestError):
-            kind = BucketMiss if message.bucket_miss else RequestFailed
-            self._requests.end_with(message.key, kind(message.message))
+            self._requests.end_with(message.key, message.to_error())
         elif isinstance(message, (Reconfigured, ReconfigureFailed, ModelChecked, Slept)):
             self._changes.answer(message)
         elif isinstance(message, AdaptersChanged):

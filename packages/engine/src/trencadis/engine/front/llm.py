@@ -33,11 +33,9 @@ from trencadis.engine.api.scoring import Scoring
 from trencadis.engine.api.text_prompts import check_named_texts
 from trencadis.engine.core.engine_core import EngineCore
 from trencadis.engine.errors import (
-    BucketMiss,
     EngineError,
     EngineOverloaded,
     InvalidRequest,
-    RequestFailed,
     shown,
 )
 from trencadis.engine.front.bad_words import with_bad_tokens
@@ -382,9 +380,9 @@ def _of_prompt(number: int, error: InvalidRequest) -> InvalidRequest:
 
 
 def _error_of(failure: RequestError | Rejected, name: str) -> EngineError:
-    message = f"{name}: {failure.message}"
     if isinstance(failure, RequestError):
-        return BucketMiss(message) if failure.bucket_miss else RequestFailed(message)
+        return failure.to_error(name)
+    message = f"{name}: {failure.message}"
     return (
         EngineOverloaded(message) if failure.overloaded else InvalidRequest(message, failure.field)
     )

@@ -20,7 +20,12 @@ from trencadis.engine.api.outputs import (
 from trencadis.engine.api.requests import EngineRequest, GenerateRequest, PoolingRequest
 from trencadis.engine.api.scoring import Scoring
 from trencadis.engine.api.text_prompts import TextPrompts
-from trencadis.engine.errors import InvalidRequest, shown
+from trencadis.engine.errors import (
+    ENDING_ERRORS,
+    EngineError,
+    InvalidRequest,
+    shown,
+)
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 BUSY_SECONDS = 1800.0
@@ -225,14 +230,27 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestError(msgspec.Struct, frozen=True, tag=True):
-    """An internal error ended a request. The core goes on serving the others.
+    """An error ended a request. The core goes on serving the others.
 
-    ``bucket_miss``: it needs a shape that the engine may not compile.
+    ``code``: a key of `ENDING_ERRORS`.
     """
 
     key: str
     message: str
-    bucket_miss: bool = False
+    code: str = "internal_error"
+
+    @classmethod
+    def of(cls, key: str, error: Exception) -> RequestError:
+        """For an error of `ENDING_ERRORS`, or any other, which is an internal one."""
+        for code, kind in ENDING_ERRORS.items():
+            if type(error) is kind:
+                return cls(key, str(error), code)
+        return cls(key, f"internal error: {type(error).__name__}: {error}")
+
+    def to_error(self, name: str | None = None) -> EngineError:
+        """The error that the front raises, after ``name``, that of the request, if any."""
+        message = self.message if name is None else f"{name}: {self.message}"
+        return ENDING_ERRORS[self.code](message)
 
 
 class NewToken(msgspec.Struct, frozen=True, array_like=True):
