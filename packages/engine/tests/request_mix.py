@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from trencadis.engine import EngineCore, GenerateRequest, SamplingParams
+from trencadis.engine.ipc.messages import NewToken
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 DRAWN = {"max_tokens": 12, "ignore_eos": True}
@@ -48,6 +49,14 @@ def serve(core: EngineCore, ways: list[dict[str, Any]], count: int = 6) -> dict[
     return finish(core)
 
 
+TIMES = {
+    field.name: field.default
+    for field in msgspec.structs.fields(NewToken)
+    if field.type in (int, float, float | None) and field.default is not msgspec.NODEFAULT
+} | {"request_status": "normal"}
+"""What tokens tell that depends on measured times, as if nothing was measured."""
+
+
 def finish(core: EngineCore) -> dict[str, list[Any]]:
     """What is reported of the requests that a core has, until all of them have ended.
 
@@ -58,9 +67,7 @@ def finish(core: EngineCore) -> dict[str, list[Any]]:
         if not core.has_work:
             break
         for token in core.step():
-            timeless = msgspec.structs.replace(
-                token, queue_s=None, away_s=0.0, num_preemptions=0, request_status="normal"
-            )
+            timeless = msgspec.structs.replace(token, **TIMES)
             reported.setdefault(token.key, []).append(timeless)
     assert not core.has_work
     assert not core.take_failures()

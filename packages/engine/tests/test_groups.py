@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,6 +26,7 @@ from trencadis.engine.ipc.messages import NewToken
 from trencadis.engine.runner.forward_runner import ForwardOutput
 from trencadis.engine.runner.model_input import ModelInput
 from trencadis.engine.runner.shapes import DecodeShape, MixedShape
+from trencadis.scheduler import SequenceGroup
 
 PROMPT = tuple(range(40, 75))
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True)
@@ -261,6 +263,30 @@ def test_the_last_token_tells_how_long_a_request_was_preempted(tiny_model: Path)
             core.abort_and_swap(["goes"])
     assert set(away["stays"]) == {0.0}
     assert away["goes"][0] == 0.0 < away["goes"][-1]
+
+
+@pytest.mark.parametrize("beams", [False, True], ids=["sample", "beams"])
+def test_a_token_has_every_number_of_its_group(tiny_model: Path, beams: bool) -> None:
+    """Of equal names: `StepSampling` passes them on, in ``core/step_sampling.py``."""
+    names = {field.name for field in msgspec.structs.fields(NewToken)}
+    names &= {field.name for field in attrs.fields(SequenceGroup)}
+    assert names >= {"queue_s", "away_s", "num_preemptions"}
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(num_host_blocks=64)))
+    params = SamplingParams(use_beam_search=beams, n=1 + beams, temperature=0, max_tokens=8)
+    core.add("a", GenerateRequest(PROMPT, attrs.evolve(params, ignore_eos=True)))
+    requests = core.requests
+    found = [*requests.samples.values(), *requests.beam_searches.values()][0]
+    group = found.groups[0] if beams else found.sequence.group
+    tokens = [token for _ in range(4) for token in core.step()]
+    core.control(BatchControl(force_evict=9))
+    core.step()
+    core.control(BatchControl(max_num_seqs=8))  # so that it resumes at once
+    while core.has_work:
+        tokens += core.step()
+    for name in names - {"finish_reason"}:
+        told = [getattr(token, name) for token in tokens if token.index == tokens[0].index]
+        assert getattr(group, name), name
+        assert getattr(group, name) in (told[0], told[-1]), f"core/step_sampling.py: {name}"
 
 
 @pytest.mark.parametrize("num_blocks", [16, 80])

@@ -82,6 +82,30 @@ def test_the_first_delta_tells_how_long_the_request_waited(
     assert [delta.queue_s for delta in answers.deltas] in ([1.5, None], [1.5])
 
 
+NUMBERS = [
+    field.name
+    for field in msgspec.structs.fields(NewToken)
+    if field.default is not msgspec.NODEFAULT and field.type in (int, float, float | None)
+]
+"""What the core tells of a request with its tokens, as ``away_s``."""
+
+
+@pytest.mark.parametrize("params", [{"n": 1}, {"n": 1, "best_of": 2}], ids=["grows", "ranked"])
+def test_a_delta_has_every_number_of_its_token(
+    tokenizer: Tokenizer, params: dict[str, int]
+) -> None:
+    assert set(NUMBERS) >= {"queue_s", "away_s", "num_preemptions"}
+    answers = Answers(tokenizer, **params)
+    (token_id,) = tokenizer.encode("x")
+    position = PositionLogprobs(TokenLogprob(token_id, -1.0))
+    numbers = {name: 3 + place for place, name in enumerate(NUMBERS)}
+    for index in range(max(params.values())):
+        answers.stream.push(NewToken("key", index, token_id, "stop", 0, position, **numbers))
+    for name, number in numbers.items():
+        place = f"{name}: CompletionDelta in api/outputs.py, front/request_stream.py"
+        assert [getattr(delta, name, None) for delta in answers.deltas] == [number], place
+
+
 def test_the_best_are_told_of_in_the_end_and_in_their_order(tokenizer: Tokenizer) -> None:
     answers = Answers(tokenizer, n=2, best_of=3)
     for index, logprob in ((0, -3.0), (1, -1.0), (2, -2.0)):

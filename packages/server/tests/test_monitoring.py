@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trencadis.engine import (
+    CompletionDelta,
     EngineStats,
     GenerateRequest,
     RequestStatus,
@@ -20,8 +21,13 @@ from trencadis.engine import (
 from trencadis.engine.api.outputs import plus_totals
 from trencadis.server import ServerSettings, __version__, create_app
 from trencadis.server.metrics import serving_metrics
-from trencadis.server.metrics.metric_tables import ENGINE_HISTOGRAMS, ENGINE_METRICS, EngineMetric
-from trencadis.server.metrics.serving_metrics import RequestTimeline, ServingMetrics
+from trencadis.server.metrics.metric_tables import (
+    ENGINE_HISTOGRAMS,
+    ENGINE_METRICS,
+    EngineMetric,
+    RequestEvent,
+)
+from trencadis.server.metrics.serving_metrics import ModelSeries, RequestTimeline, ServingMetrics
 
 pytestmark = pytest.mark.asyncio
 
@@ -327,6 +333,27 @@ async def test_rejected_requests_are_not_counted_as_finished(client, engine):
     after = await samples(client)
     assert all(after["vllm:request_success_total", r] == 0 for r in ("stop", "abort", "error"))
     assert 'reason="max_num_queued_reqs"} 1.0' in (await client.get("/metrics")).text
+
+
+async def test_an_event_has_every_value_of_its_request(engine, monkeypatch):
+    """`RequestTimeline.observe` fills `RequestEvent`, in ``metrics/serving_metrics.py``."""
+    numbers = {
+        field.name: 3 + place
+        for place, field in enumerate(attrs.fields(CompletionDelta))
+        if field.default in (0, None) and field.type in ("int", "float", "float | None")
+    }
+    assert numbers.keys() >= {"queue_s", "away_s", "num_preemptions"}
+    now, events = 100.0, []
+    metrics = ServingMetrics(engine, clock=lambda: now)
+    monkeypatch.setattr(ModelSeries, "observe", lambda _, event: events.append(event))
+    timeline = RequestTimeline(metrics, num_choices=2, num_prompt_tokens=4, max_tokens=9)
+    for reason in (None, "stop"):
+        now += 2.0
+        delta = CompletionDelta("a", 0, "b", (66,), finish_reason=reason, **numbers)
+        timeline.observe(attrs.evolve(delta, request_status="swapped"))
+    for field in attrs.fields(RequestEvent):
+        values = [getattr(event, field.name) for event in events]
+        assert set(values) - {None, False, field.default}, f"serving_metrics.py: {field.name}"
 
 
 async def test_latencies_are_measured_by_the_clock(engine):
