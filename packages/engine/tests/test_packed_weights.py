@@ -314,12 +314,15 @@ def generated(model: Path, dtype: str, device: str = "cpu") -> tuple[list[Any], 
 
 
 def test_weights_are_unpacked_exactly_and_stay_packed(packed_model: Path) -> None:
-    model = load_model(inspect_model(str(packed_model)), torch.device("cpu"), torch.float32, 64)
+    spec = inspect_model(str(packed_model))
+    assert spec.packing is not None
+    model = load_model(spec, torch.device("cpu"), torch.float32, 64)
     expanded = load_file(packed_model.parent / "expanded" / "model.safetensors")
     layers = {n: own for n, own in model.named_modules() if isinstance(own, QuantizedLinear)}
     assert len(layers) == 14
     for name, layer in layers.items():
         assert torch.equal(layer.packed.unpacked(), expanded[f"{name}.weight"])
+        assert layer.steps.dtype is spec.packing.form.steps_dtype, "`WeightFormat.steps_dtype`"
         bytes_held = sum(tensor.nbytes for tensor in (layer.steps, layer.scales))
         assert bytes_held <= layer.in_features * layer.out_features * 1.25
         assert not isinstance(layer.scales, torch.nn.Parameter)
@@ -332,7 +335,7 @@ def layer_in_bf16(model: Path) -> type:
     if packing.form.is_float:
         return QuantizedLinear
     try:
-        load_linear_kernel(weights=torch.uint8 if packing.form.bits == 4 else torch.int8)
+        load_linear_kernel(weights=packing.form.steps_dtype)
     except NoKernel:
         return QuantizedLinear
     return IntegerLinear

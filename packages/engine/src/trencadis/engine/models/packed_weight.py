@@ -45,7 +45,8 @@ class WeightUse(enum.Enum):
 class WeightFormat:
     """How the weights of a checkpoint's linear layers are packed.
 
-    ``name``: what users call it, such as ``int8`` or ``awq``. ``bits``: 4 or 8 of each weight.
+    ``name``: what users call it, such as ``int8`` or ``awq``. ``bits``: of each weight; fewer than
+    4 or 8 are widened to these when they are read.
     ``is_float``: FP8 (E4M3). ``group``: inputs with one scale; 0 for all of an output.
     """
 
@@ -53,6 +54,13 @@ class WeightFormat:
     bits: int
     is_float: bool = False
     group: int = 0
+
+    @property
+    def steps_dtype(self) -> torch.dtype:
+        """The dtype of `PackedWeight.steps`."""
+        if self.is_float:
+            return torch.float8_e4m3fn
+        return torch.uint8 if self.bits <= 4 else torch.int8
 
     def __str__(self) -> str:
         kind = "FP8" if self.is_float else f"{self.bits} bits"

@@ -172,9 +172,8 @@ class CPUDevice(Device):
     def weight_use(self, form: WeightFormat) -> WeightUse:
         if form.is_float:
             return WeightUse.EXPANDED
-        weights = torch.uint8 if form.bits == 4 else torch.int8
         try:
-            load_linear_kernel(self._kernels, trusted=self._trusted, weights=weights)
+            load_linear_kernel(self._kernels, trusted=self._trusted, weights=form.steps_dtype)
         except NoKernel:
             return WeightUse.EXPANDED
         return WeightUse.MULTIPLIED
