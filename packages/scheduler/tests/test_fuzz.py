@@ -254,10 +254,11 @@ class Fuzzer:
             clock=lambda: self.now_s,
         )
         self.output: SchedulerOutput | None = None
+        budgets = {name: {"budget_w": 300.0} for name in ("power", "two_phase")}
         self.policies = [
-            ProportionalThermalPolicy(),
-            PowerBudgetPolicy(budget_w=300.0),
-            TwoPhaseThermalPolicy(budget_w=300.0),
+            load_thermal_policy(name, **budgets.get(name, {}))
+            for name in POLICIES
+            if name != "none"
         ]
         self.source = OddSource()
         self.reader = TemperatureReader(self.source, clock=lambda: self.now_s)

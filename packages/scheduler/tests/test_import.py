@@ -11,8 +11,9 @@ import sys
 import trencadis.scheduler
 from trencadis.scheduler import thermal
 
-names = ("heat_model", "no_policy", "phase_power", "power_budget", "two_phase")
-late = {f"trencadis.scheduler.thermal.{name}" for name in names}
+late = {f"trencadis.scheduler.thermal.{name}" for name in ("heat_model", "phase_power")}
+late |= {path.partition(":")[0] for path in thermal.POLICIES.values()}
+late -= {"trencadis.scheduler.thermal.proportional"}  # with which an order sets a target
 late |= {"trencadis.kvcache.tier", "trencadis.kvcache.tier_transfers"}
 print(sorted(late & sys.modules.keys()))
 assert all(hasattr(thermal, name) for name in thermal.__all__)
