@@ -25,7 +25,10 @@ def missing_from_drawing(package: Folder, drawing: Drawing) -> list[str]:
                 offences.append(f"{name} has {len(folder.rooms)} rooms and no drawing")
             continue
         drawn = [room for floor in drawing[name] for room in floor]
-        offences += [f"{name}: {room} is not drawn" for room in sorted(folder.rooms - set(drawn))]
+        offences += [
+            f"{name}: {room} is not drawn: add it to FLOORS of tests/house.py"
+            for room in sorted(folder.rooms - set(drawn))
+        ]
         offences += [f"{name}: {room} is drawn only" for room in sorted(set(drawn) - folder.rooms)]
         offences += [f"{name}: {room} is drawn twice" for room in drawn if drawn.count(room) > 1]
     drawn_here = {name for name in drawing if name == top or name.startswith(f"{top}.")}

@@ -111,12 +111,14 @@ def test_a_circle_of_rooms_whose_modules_form_none_is_found(tmp_path: Path) -> N
 
 def test_a_module_that_is_not_drawn_is_found(tmp_path: Path) -> None:
     package = hall(tmp_path, garage="")
-    assert missing_from_drawing(package, DRAWING) == ["hall: garage is not drawn"]
+    expected = ["hall: garage is not drawn: add it to FLOORS of tests/house.py"]
+    assert missing_from_drawing(package, DRAWING) == expected
 
 
 def test_a_subpackage_that_is_not_drawn_is_found(tmp_path: Path) -> None:
     package = hall(tmp_path, garage__car="")
-    assert missing_from_drawing(package, DRAWING) == ["hall: garage is not drawn"]
+    expected = ["hall: garage is not drawn: add it to FLOORS of tests/house.py"]
+    assert missing_from_drawing(package, DRAWING) == expected
 
 
 def test_what_is_drawn_and_not_built_is_found(tmp_path: Path) -> None:

@@ -993,7 +993,8 @@ def test_no_attention_ignores_a_feature_of_a_layer(attention: Attention) -> None
     assert declared == COMPUTED.keys() | REJECTED.keys()
     for name in COMPUTED:  # the tests of `attend` draw it
         find(features, lambda drawn, name=name: bool(drawn.get(name)))
-    assert attention.supports(layer_spec(6, 2, 16, **COMPUTED)) is None
+    lacking = attention.supports(layer_spec(6, 2, 16, **COMPUTED))
+    assert lacking is None, f"what is in FORMULATIONS computes all FEATURES; this {lacking}"
     for name, (value, words) in REJECTED.items():
         assert attention.supports(layer_spec(6, 2, 16, **{name: value})) == words
 
