@@ -195,8 +195,11 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.devices.cpu": [
         {"native_kernel", "numa", "onednn_linear", "threads"},
         {"native_calls"},
-        {"adapter_products", "attention", "rank_sums", "state_scan", "tiled_linear"},
-        {"recorded_layers"},
+        {
+            *("adapter_products", "attention", "rank_sums", "router_products", "state_scan"),
+            "tiled_linear",
+        },
+        {"expert_products", "recorded_layers"},
         {"device"},
     ],
     "engine.devices.hpu": [

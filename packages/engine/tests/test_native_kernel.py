@@ -61,6 +61,19 @@ def test_a_kernel_is_compiled_once(
     assert len(list(directory.glob("*"))) == 2 * 3, "libraries and their checksums are left"
 
 
+def test_a_kernel_is_compiled_again_where_a_header_of_it_has_changed(
+    source: Path, tmp_path: Path
+) -> None:
+    directory, header = tmp_path / "kernels", source.with_name("more.h")
+    source.write_text(f'#include "more.h"\n{SOURCE.replace("ANSWER;", "ANSWER + MORE;")}')
+    for more in (1, 2):
+        header.write_text(f"#define MORE {more}\n")
+        assert load_kernel(source, ["ANSWER=42"], directory).answer() == 42 + more
+    header.unlink()
+    with pytest.raises(NoKernel, match=r"more\.h"):
+        load_kernel(source, ["ANSWER=42"], directory)
+
+
 @pytest.mark.parametrize("length", [0, 8_000])
 def test_a_truncated_kernel_is_compiled_again(source: Path, tmp_path: Path, length: int) -> None:
     directory = tmp_path / "kernels"

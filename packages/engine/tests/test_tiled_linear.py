@@ -58,6 +58,7 @@ from trencadis.engine.devices.cpu.tiled_linear import (
 from trencadis.engine.models import layer_inputs, rounded_weights
 from trencadis.engine.models.layer_inputs import products_of_inputs, text_tokens
 from trencadis.engine.models.loader import inspect_model, load_model
+from trencadis.engine.models.packed_experts import experts_in
 from trencadis.engine.models.packed_weight import PackedWeight, QuantizedEmbedding, QuantizedLinear
 from trencadis.engine.models.rounded_weights import round_weights, rounded_int4, rounded_int8
 
@@ -506,16 +507,21 @@ def test_int8_tells_how_much_it_rounds(tiny_model: Path, caplog: pytest.LogCaptu
     assert re.search(r"int8: (\S+) of \S+ GiB of weights \(embeddings apart\)", caplog.text)
 
 
-def test_int8_is_refused_where_most_weights_are_in_fused_experts(tmp_path: Path) -> None:
+def test_rounding_is_refused_where_most_weights_are_in_fused_experts() -> None:
+    """int8 packs these, too, where they are multiplied so."""
     config = Qwen3MoeConfig(
         **{"vocab_size": 258, "hidden_size": 64, "num_hidden_layers": 1, "num_experts": 16},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 64},
     )
     model = Qwen3MoeForCausalLM(config).bfloat16()
-    with pytest.raises(ConfigError, match=r"would round \S+ of \S+ GiB of weights") as refusal:
-        round_weights(model, "int8")
-    assert refusal.value.field == "quantization"
-    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+    for quantization, multiplies in (("int8", False), ("int4", True)):
+        with pytest.raises(ConfigError, match=r"would round \S+ of \S+ GiB of weights") as refusal:
+            round_weights(model, quantization, multiplies_experts=multiplies)
+        assert refusal.value.field == "quantization"
+        assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+        assert not experts_in(model)
+    round_weights(model, "int8", multiplies_experts=True)
+    assert [experts.down_proj.dtype for experts in experts_in(model)] == [torch.int8]
 
 
 class Routed(nn.Module):
@@ -588,7 +594,7 @@ def test_loading_has_no_more_than_one_weight_twice(
     assert remaining == list(range(first, last - 1, -1)), "each original goes when it is replaced"
 
 
-@pytest.mark.parametrize("pack", [rounded_int8, functools.partial(tiled_linear._tiled, columns=32)])
+@pytest.mark.parametrize("pack", [rounded_int8, functools.partial(tiled_linear.tiled, columns=32)])
 def test_packing_takes_little_beside_its_result(pack: Callable[..., object]) -> None:
     weight, sizes = torch.randn(5000, 64).bfloat16(), []
 

@@ -1,8 +1,8 @@
-"""Fused experts of a layer with weights of FP8: their checkpoints, and rounding at load.
+"""Fused experts of a layer with packed weights: checkpoints of FP8, and rounding at load.
 
-transformers keeps the matrices of all experts in two parameters. In their place come FP8 steps,
-with scales of outputs or groups beside them. Not for experts with biases, with matrices the other
-way round or without a gate.
+transformers keeps the matrices of all experts in two parameters. In their place come steps of FP8
+or int8, with scales of outputs or groups beside them. Not for experts with biases, with matrices
+the other way round or without a gate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers.activations import ACT2FN
 
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.layer_spec import is_replaceable
@@ -33,7 +35,7 @@ def experts_in(model: nn.Module) -> list[nn.Module]:
 
 
 def are_packed(module: nn.Module) -> bool:
-    """Whether a module has experts with weights of FP8."""
+    """Whether a module has experts with packed weights."""
     return is_replaceable(module) and scales_of(MATRICES[0]) in module._buffers
 
 
@@ -49,6 +51,17 @@ def have_plain_weights(experts: Any) -> bool:
         and experts.has_gate
         and experts.is_concatenated
         and not (experts.has_bias or experts.is_transposed or experts.has_post_expert_norm)
+    )
+
+
+def is_gated_silu(experts: Any) -> bool:
+    """Whether they have plain weights, and their gates are SiLU and nothing more."""
+    gate = getattr(type(experts), "_apply_gate", None)
+    activation = getattr(experts, "act_fn", None)
+    return (
+        have_plain_weights(experts)
+        and (activation is F.silu or type(activation) in (nn.SiLU, type(ACT2FN["silu"])))
+        and getattr(gate, "__name__", "") == "_default_apply_gate"
     )
 
 
@@ -73,14 +86,16 @@ def put_weights(experts: nn.Module, matrix: str, weights: Iterable[PackedWeight]
         experts.register_buffer(name, torch.stack(tensors), persistent=False)
 
 
-def round_experts(model: nn.Module) -> None:
-    """Round the experts of a model to FP8, with a scale for each output."""
-    for experts in model.modules():
+def round_experts(
+    modules: Iterable[nn.Module], rounded: Callable[[torch.Tensor], PackedWeight] = rounded_fp8
+) -> None:
+    """Round the experts among modules, each matrix by ``rounded``: with a scale for each output."""
+    for experts in modules:
         if not have_plain_weights(experts) or are_packed(experts):
             continue
         for matrix in MATRICES:
             weights = getattr(experts, matrix).detach()
-            put_weights(experts, matrix, map(rounded_fp8, weights))
+            put_weights(experts, matrix, map(rounded, weights))
 
 
 def expand_experts(model: nn.Module, dtype: torch.dtype) -> None:

@@ -23,12 +23,7 @@ from trencadis.engine.errors import ModelError
 from trencadis.engine.models.adapter_files import LayerShape
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.packed_weight import PackedWeight, QuantizedLinear
-from trencadis.engine.models.rank_modules import (
-    RowLinear,
-    SplitEmbedding,
-    SplitHead,
-    sum_over_ranks,
-)
+from trencadis.engine.models.rank_modules import RowExperts, RowLinear, SplitEmbedding, SplitHead
 from trencadis.engine.models.rank_part import RankPart
 from trencadis.kvcache import ceil_div
 
@@ -101,7 +96,7 @@ class DividedModel:
             vars(module).pop("forward", None)  # which transformers has wrapped
             style = self.plan.get(_pattern(name))
             if style == _EXPERTS:
-                module.register_forward_hook(lambda _module, _given, output: sum_over_ranks(output))
+                model.set_submodule(name, RowExperts(module))
             elif style == _EMBEDDING:
                 first = part.rank * ceil_div(sizes[name], part.size)
                 model.set_submodule(name, SplitEmbedding(module, first))

@@ -109,6 +109,18 @@ class RowLinear(nn.Module):
         return outputs if self.bias is None else outputs + self.bias
 
 
+class RowExperts(nn.Module):
+    """The experts of a layer, of whose inner numbers each rank has a part."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of what their parts give for rows, choices and weights."""
+        return sum_over_ranks(self.experts(*given))
+
+
 class SplitEmbedding(nn.Module):
     """An embedding of which each rank has the rows of some tokens, from ``first`` on."""
 

@@ -1,4 +1,4 @@
-"""Rounds the weights of linear layers when a model is loaded: ``--quantization``.
+"""Rounds the weights of linear layers and experts at load: ``--quantization``.
 
 Not those of routers and gates, which are small and select experts.
 """
@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.models.packed_experts import have_plain_weights, round_experts
+from trencadis.engine.models.packed_experts import (
+    have_plain_weights,
+    is_gated_silu,
+    round_experts,
+)
 from trencadis.engine.models.packed_weight import (
     INT4_ZERO,
     ROUNDED_AT_A_TIME,
@@ -58,9 +62,16 @@ _OUTER_LAYERS = 8
 
 
 def round_weights(
-    model: nn.Module, quantization: str, products: Mapping[int, torch.Tensor] | None = None
+    model: nn.Module,
+    quantization: str,
+    products: Mapping[int, torch.Tensor] | None = None,
+    *,
+    multiplies_experts: bool = False,
 ) -> None:
     """Replace linear layers of bf16 by `QuantizedLinear` in a format of `ROUNDED_FORMATS`.
+
+    With int8, gated experts are packed, too, where the device ``multiplies_experts`` of integers:
+    expanded, they would be rounded for nothing.
 
     ``products``: of the inputs of layers, by their ids, for int4: see `products_of_inputs`.
 
@@ -76,7 +87,9 @@ def round_weights(
     if form.is_float:
         _round_to_fp8(model, layers, form)
         return
-    _check_enough_is_rounded(model, [layer for _, _, layer in layers], form)
+    rounds_experts = multiplies_experts and quantization == "int8"
+    experts = [each for each in model.modules() if rounds_experts and _are_bf16_experts(each)]
+    _check_enough_is_rounded(model, [layer for _, _, layer in layers], form, experts=experts)
     # The head has the most to lose, and keeps 8 bits: llama.cpp gives it 6 in files of 4 bits.
     head = _head_of(model)
     in_8_bits = {id(head), *_keeping_8_bits(model)}
@@ -103,6 +116,7 @@ def round_weights(
 
     replace_layers(tables, rounded_table)
     replace_layers(layers, rounded)
+    round_experts(experts, rounded_int8)
 
 
 def _head_of(model: nn.Module) -> nn.Module | None:
@@ -117,7 +131,7 @@ def _round_to_fp8(model: nn.Module, layers: list[FoundLayer], form: WeightFormat
     layers[:] = [each for each in layers if each[2] is not head]  # no other list keeps them
     experts = [each for each in model.modules() if have_plain_weights(each)]
     _check_enough_is_rounded(model, [x for *_, x in layers], form, apart=head, experts=experts)
-    round_experts(model)
+    round_experts(experts)
     replace_layers(
         layers, lambda layer: QuantizedLinear(rounded_fp8(layer.weight.detach()), layer.bias)
     )
@@ -248,6 +262,10 @@ def _layers_to_round(model: nn.Module, form: WeightFormat) -> list[FoundLayer]:
         and layer.out_features >= _FEWEST_OUTPUTS
         and layer.out_features not in num_experts
     ]
+
+
+def _are_bf16_experts(module: Any) -> bool:
+    return is_gated_silu(module) and module.down_proj.dtype is torch.bfloat16
 
 
 def _check_enough_is_rounded(

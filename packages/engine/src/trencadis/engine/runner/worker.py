@@ -217,7 +217,10 @@ class Worker:
         has_states = any(layer.states for layer in self.spec.layers)
         if quantization == "int4" and self._divided is None and not has_states:
             products = products_of_inputs(model, text_tokens(self.spec.source))
-        round_weights(model, quantization, products)
+        form = self.spec.weight_format(quantization)
+        use = None if form is None else self.device.weight_use(form)
+        multiplies = use is WeightUse.MULTIPLIED
+        round_weights(model, quantization, products, multiplies_experts=multiplies)
 
     def _make_slots(self) -> AdapterLayers:
         """Slots for adapters in the model's layers. Raises `ConfigError` for a model without."""

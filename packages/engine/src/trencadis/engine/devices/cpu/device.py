@@ -15,12 +15,14 @@ from torch import fx, nn
 
 from trencadis.engine.devices.cpu.adapter_products import load_adapter_kernel
 from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel_of
+from trencadis.engine.devices.cpu.expert_products import TiledExperts, load_expert_kernel
 from trencadis.engine.devices.cpu.native_calls import Replayer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.numa import node_cores, rank_cores
 from trencadis.engine.devices.cpu.onednn_linear import OneDNNLinear, onednn_packs_bf16
 from trencadis.engine.devices.cpu.rank_sums import RankSums
 from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
+from trencadis.engine.devices.cpu.router_products import load_router_functions, use_native_routers
 from trencadis.engine.devices.cpu.state_scan import FUNCTIONS, NativeScan
 from trencadis.engine.devices.cpu.threads import (
     AdaptiveThreads,
@@ -38,6 +40,7 @@ from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
 from trencadis.engine.models.adapter_operator import AdapterKernel
 from trencadis.engine.models.layer_spec import LayerSpec, specs_of
+from trencadis.engine.models.packed_experts import expand_experts
 from trencadis.engine.models.packed_weight import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -185,7 +188,8 @@ class CPUDevice(Device):
         for an even number of inputs; else oneDNN's (`OneDNNLinear`), which repacks a plain weight
         in every call. Where oneDNN has no bf16 either, layers stay plain, as those of fp32 do, so
         that their results equal those of the unmodified model. Integers are multiplied packed,
-        where activations are bf16 and the processor has AVX2.
+        where activations are bf16 and the processor has AVX2. Gated experts of bf16 or int8 are
+        computed by a kernel, too (`TiledExperts`).
 
         Attention becomes a kernel that is compiled for the first layer, where there is a compiler.
         Weights that stay plain are read once: as mapped files they would count as taken by the
@@ -195,6 +199,7 @@ class CPUDevice(Device):
         if (states := state_layers_of(model)) is not None:
             self._scan_states(states)
         self._multiply_integers(model)
+        self._tile_experts(model)
         layers = [
             layer
             for layer in layers_of(model, nn.Linear)
@@ -222,11 +227,11 @@ class CPUDevice(Device):
         self._programs.keep(directory, trusted=trusted)
 
     def is_kept(self, module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-        group_linears(module)
+        _use_operators(module)
         return self._programs.is_kept(module, inputs)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        group_linears(module)
+        _use_operators(module)
         return self._programs.compile(module, inputs)
 
     def record_layers(
@@ -306,6 +311,38 @@ class CPUDevice(Device):
             if self._loads_kernel_of(weights):
                 replace_layers(of_type, tiled)
 
+    def _tile_experts(self, model: nn.Module) -> None:
+        """Replace gated experts that the kernel computes, in all ranks or in none.
+
+        Routers of programs are native then, and all ranks must choose the same experts. Other
+        packed experts are expanded for good.
+        """
+        experts: list[FoundLayer] = [
+            (name, parent, child)
+            for parent in model.modules()
+            for name, child in parent.named_children()
+            if TiledExperts.fits(child)
+        ]
+        if experts:
+            reason = self._experts_missing({each[2].down_proj.dtype for each in experts})
+            if self._num_ranks > 1 and not least_over_ranks(int(reason is None)):
+                reason = reason or "another rank has none"
+            if reason is None:
+                replace_layers(experts, TiledExperts)
+            else:
+                logger.info("Experts have no kernel of their own and are slower: %s", reason)
+        expand_experts(model, next(model.parameters()).dtype)
+
+    def _experts_missing(self, types: set[torch.dtype]) -> str | None:
+        """Why there is no kernel for experts with weights of these types; None: there is."""
+        try:
+            load_router_functions(self._kernels, trusted=self._trusted)
+            for weights in types:
+                load_expert_kernel(self._kernels, trusted=self._trusted, weights=weights)
+        except NoKernel as error:
+            return str(error)
+        return None
+
     def _loads_kernel_of(self, weights: torch.dtype) -> bool:
         try:
             load_linear_kernel(self._kernels, trusted=self._trusted, weights=weights)
@@ -346,6 +383,12 @@ def _resident_bytes(name: str) -> int:
     return next(
         (int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(name)), 0
     )
+
+
+def _use_operators(module: fx.GraphModule) -> None:
+    """Let operators of this device compute parts of a traced module, which is changed in place."""
+    group_linears(module)
+    use_native_routers(module)
 
 
 def _has_kernel(layer: nn.Linear) -> bool:

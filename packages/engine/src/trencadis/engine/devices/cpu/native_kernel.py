@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -32,6 +33,7 @@ _FLAGS = (
 )
 _DIGEST = ".sha256"
 _COMPILERS = ("g++", "clang++")
+_INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _LIMIT_SECONDS = 60.0
 """Time limit of the compiler. A kernel takes about a second."""
 
@@ -64,7 +66,7 @@ def load_kernel(
     try:
         compiler = _find_compiler()
         flags = (*_FLAGS, *(f"-D{definition}" for definition in definitions))
-        named = "\n".join((source.read_text(), compiler, *flags, processor()))
+        named = "\n".join((*_texts(source), compiler, *flags, processor()))
         name = f"{source.stem}-{hashlib.sha256(named.encode()).hexdigest()[:32]}.so"
     except OSError as error:
         raise NoKernel(str(error)) from error
@@ -84,6 +86,12 @@ def load_kernel(
         return load(Path(platformdirs.user_cache_dir("trencadis")) / "kernels", False)
     except OSError as error:
         raise NoKernel(str(error)) from error
+
+
+def _texts(source: Path) -> list[str]:
+    """The text of a source, and those of the headers beside it that it includes."""
+    text = source.read_text()
+    return [text, *(source.with_name(name).read_text() for name in _INCLUDED.findall(text))]
 
 
 def fastest(what: str, ways: Mapping[str, _Way], compute: Callable[[_Way], object]) -> _Way:
@@ -140,7 +148,8 @@ def _compile(compiler: str, flags: Sequence[str], source: Path, library: Path) -
             raise NoKernel(f"{compiler} took more than {_LIMIT_SECONDS:.0f} s") from error
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            raise NoKernel(f"{compiler} failed: {lines[0]}")
+            telling = next((line for line in lines if "error:" in line), lines[0])
+            raise NoKernel(f"{compiler} failed: {telling}")
         digest = made.with_suffix(_DIGEST)
         digest.write_text(_digest(made))
         made.replace(library)

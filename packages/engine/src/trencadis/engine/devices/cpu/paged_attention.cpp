@@ -16,6 +16,8 @@
 #include <cstring>
 #include <exception>
 #include <vector>
+
+#include "exponential.h"
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -175,27 +177,6 @@ static inline float largest(Vector x) {
     std::memcpy(quarters, halves, sizeof quarters);
     const Quarter top = quarters[0] > quarters[1] ? quarters[0] : quarters[1];
     return std::max(std::max(top[0], top[2]), std::max(top[1], top[3]));
-}
-
-// exp(x) for x <= 0; 0 below -87. Polynomial of 2^f on [-0.5, 0.5], relative error 2e-7.
-static inline Vector exponential(Vector x) {
-    Vector lowest = splat(-87.0f);
-    Integers tiny = x < lowest;
-    x = tiny ? lowest : x;
-    Vector y = x * 1.4426950408889634f;
-    Vector shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    Vector rounded = y + shifter;
-    Integers exponent = (Integers)rounded << 23;
-    Vector f = y - (rounded - shifter);
-    Vector p = splat(1.535336188319500e-4f);
-    p = p * f + 1.339887440266574e-3f;
-    p = p * f + 9.618437357674640e-3f;
-    p = p * f + 5.550332471162809e-2f;
-    p = p * f + 2.402264791363012e-1f;
-    p = p * f + 6.931472028550421e-1f;
-    p = p * f + 1.0f;
-    Vector result = (Vector)((Integers)p + exponent);
-    return tiny ? Vector{} : result;
 }
 
 // Where the processor multiplies vectors of bf16, four keys are scored at once: adding up the lanes of

@@ -43,7 +43,10 @@ logger = logging.getLogger("trencadis.engine")
 
 _OPERATORS = frozenset(
     f"trencadis.{name}.default"
-    for name in ("add_adapters", "paged_attention", "tiled_linear", "tiled_linears")
+    for name in (
+        *("add_adapters", "largest_of_rows", "paged_attention", "plain_product"),
+        *("tiled_experts", "tiled_linear", "tiled_linears"),
+    )
 )
 """What a program may call besides its own kernels: these note their native calls."""
 

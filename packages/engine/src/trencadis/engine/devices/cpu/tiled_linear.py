@@ -31,13 +31,13 @@ _SOURCE = Path(__file__).with_name("tiled_linear.cpp")
 _CHUNK = 1024
 """Outputs whose weights are packed at a time: what packing takes beside its result."""
 
-_BITS = {torch.bfloat16: 16, torch.int8: 8, torch.uint8: 4}
+BITS = {torch.bfloat16: 16, torch.int8: 8, torch.uint8: 4}
 """Of each weight, by the type of the tiles: a byte has two weights of 4 bits."""
 
-_SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """As the kernel knows them."""
 
-_TOLERANCE = 0.02
+TOLERANCE = 0.02
 """Largest difference to the product in fp32 in a trial, beside the largest value."""
 
 _TRIED_INPUTS = 96
@@ -99,7 +99,7 @@ def load_linear_kernel(
     first alone. Sums are of fp32 in both. What was measured once holds for the process: a model
     that is loaded keeps its results when another one is. Returns what was chosen.
     """
-    definitions = (f"BITS={_BITS[weights]}",)
+    definitions = (f"BITS={BITS[weights]}",)
     library = load_kernel(_SOURCE, definitions, directory, trusted=trusted)
     compute = library.tiled_linears
     compute.argtypes, compute.restype = _ARGUMENTS, None
@@ -115,7 +115,7 @@ def load_linear_kernel(
         raise NoKernel("this processor has no products of pairs of bf16")
     for kernel in kernels.values():
         _try(kernel, weights)
-    kind = "bf16" if weights is torch.bfloat16 else f"int{_BITS[weights]}"
+    kind = "bf16" if weights is torch.bfloat16 else f"int{BITS[weights]}"
     what = f"Linear layers with weights of {kind}: the kernel"
     _KERNELS[weights] = fastest(what, kernels, _timed(weights, library.columns()))
     return _KERNELS[weights].widens
@@ -142,7 +142,7 @@ class TiledLinear(nn.Module):
         self.bias = linear.bias
 
     def _packed(self, linear: Any) -> _Tensors:
-        tiles = _tiled(linear.weight.detach(), _KERNELS[torch.bfloat16].columns)
+        tiles = tiled(linear.weight.detach(), _KERNELS[torch.bfloat16].columns)
         return tiles, None, None, None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -176,14 +176,14 @@ class IntegerLinear(TiledLinear):
         inputs = weight.shape[1]
         return (
             weight.has_integers
-            and weight.scales.dtype in _SCALE_TYPES
+            and weight.scales.dtype in SCALE_TYPES
             and inputs % (2 * weight.groups) == 0
         )
 
     def _packed(self, linear: Any) -> _Tensors:
         weight: PackedWeight = linear.packed
         columns = _KERNELS[weight.steps.dtype].columns
-        tiles, scales, shifts = _integer_tiles(weight, columns)
+        tiles, scales, shifts = integer_tiles(weight, columns)
         return tiles, scales, shifts, weight.order
 
 
@@ -219,7 +219,7 @@ _Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.T
 """Tiles, scales, shifts, order."""
 
 
-def _tiled(weight: torch.Tensor, columns: int) -> torch.Tensor:
+def tiled(weight: torch.Tensor, columns: int) -> torch.Tensor:
     outputs, inputs = weight.shape
     tiles = weight.new_empty(ceil_div(outputs, columns), inputs // 2, columns, 2)
     for rows, of_rows in zip(
@@ -230,7 +230,7 @@ def _tiled(weight: torch.Tensor, columns: int) -> torch.Tensor:
     return tiles
 
 
-def _integer_tiles(
+def integer_tiles(
     weight: PackedWeight, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Tiles, scales and shifts."""
@@ -315,8 +315,8 @@ def _products(
     weights = zip(tiles, scales, shifts, biases, outs, outputs, strict=True)
     for weight, scale, shift, bias, out, count in weights:
         layers += (
-            *(weight.data_ptr(), _address(scale), _address(shift), _address(bias)),
-            *(out.data_ptr(), count, 0 if scale is None else _SCALE_TYPES[scale.dtype]),
+            *(weight.data_ptr(), address(scale), address(shift), address(bias)),
+            *(out.data_ptr(), count, 0 if scale is None else SCALE_TYPES[scale.dtype]),
         )
     # What the kernel needs beside its results, so that it allocates nothing.
     groups = 1 if scales[0] is None else scales[0].shape[1]
@@ -331,7 +331,7 @@ def _products(
     sizes = (num_rows, inputs, groups, threads, int(kernel.widens))
     kernel.compute(
         *(rows.data_ptr(), (_INTEGER * len(layers))(*layers), len(outs)),
-        *(_address(scratch), _address(sums), *sizes),
+        *(address(scratch), address(sums), *sizes),
     )
     if is_recording():
         addresses = [x if place % 7 > 4 else Address(x) for place, x in enumerate(layers)]
@@ -339,14 +339,14 @@ def _products(
             address_of(kernel.compute),
             (
                 *(Address(rows.data_ptr()), addresses, len(outs)),
-                *(Address(_address(scratch)), Address(_address(sums)), *sizes),
+                *(Address(address(scratch)), Address(address(sums)), *sizes),
             ),
             (*outs, *(needed for needed in (scratch, sums) if needed is not None)),
         )
     return outs
 
 
-def _address(tensor: torch.Tensor | None) -> int:
+def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -443,7 +443,7 @@ def _try(kernel: _Kernel, weights: torch.dtype) -> None:
         expected = F.linear(rows.float(), weight, bias.float())
         result = _product(kernel, rows, tiles, scales, shifts, bias, len(weight)).float()
         error = ((result - expected).abs().max() / expected.abs().max()).item()
-        if not error <= _TOLERANCE:
+        if not error <= TOLERANCE:
             raise NoKernel(f"its result for {num_rows} rows is off by {error:.3g}")
 
 
@@ -463,8 +463,8 @@ def _example(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Tiles, scales and shifts of a weight, and the weight as they have it, in fp32."""
     if weights is torch.bfloat16:
-        return _tiled(weight, columns), None, None, weight.float()
+        return tiled(weight, columns), None, None, weight.float()
     packed = rounded_int8(weight) if weights is torch.int8 else rounded_int4(weight)
     zeros = torch.full(packed.scales.shape, 3, dtype=torch.int16)
     packed = PackedWeight(packed.steps, packed.scales, zeros)
-    return *_integer_tiles(packed, columns), packed.unpacked()
+    return *integer_tiles(packed, columns), packed.unpacked()

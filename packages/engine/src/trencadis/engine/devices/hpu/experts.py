@@ -20,7 +20,6 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from trencadis.engine.devices.hpu.cached_rows import as_read
@@ -30,7 +29,7 @@ from trencadis.engine.models.layer_spec import is_replaceable
 from trencadis.engine.models.packed_experts import (
     MATRICES,
     are_packed,
-    have_plain_weights,
+    is_gated_silu,
     scales_of,
 )
 
@@ -81,7 +80,7 @@ def _product(experts: Any, name: str, number: int, rows: torch.Tensor) -> torch.
 def fused_experts(
     experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """`all_experts` by Intel's kernel, for the experts that `_suits_kernel` accepts."""
+    """`all_experts` by Intel's kernel, for the experts that `is_gated_silu` accepts."""
     out: torch.Tensor = torch.ops.hpu.mixture_of_experts(
         hidden_states=hidden,
         expert_routing_table=chosen,
@@ -134,7 +133,7 @@ def use_static_experts(
     replaceable: list[Any] = [module for module in model.modules() if is_replaceable(module)]
     for experts in replaceable:
         implementation = _ALL
-        if _suits_kernel(experts) and hasattr(torch.ops.hpu, "mixture_of_experts"):
+        if is_gated_silu(experts) and hasattr(torch.ops.hpu, "mixture_of_experts"):
             sizes = ExpertSizes.of(experts)
             if (sizes, dtype) not in is_usable:
                 trial = functools.partial(experts_trial, device, dtype, sizes)
@@ -145,16 +144,6 @@ def use_static_experts(
             experts.expands_to_kernel = implementation == _FUSED
             implementation = _FP8
         experts.config._experts_implementation = implementation
-
-
-def _suits_kernel(experts: Any) -> bool:
-    """Whether they are SiLU-gated products without more, with gate and up one after the other."""
-    gate = getattr(type(experts), "_apply_gate", None)
-    return (
-        type(getattr(experts, "act_fn", None)) in (nn.SiLU, type(ACT2FN["silu"]))
-        and getattr(gate, "__name__", "") == "_default_apply_gate"
-        and have_plain_weights(experts)
-    )
 
 
 @attrs.frozen
@@ -168,7 +157,7 @@ class ExpertSizes:
 
     @classmethod
     def of(cls, experts: Any) -> ExpertSizes:
-        """Those of a module that `_suits_kernel` accepts, as this rank has them."""
+        """Those of a module that `is_gated_silu` accepts, as this rank has them."""
         number, hidden, inner = experts.down_proj.shape
         return cls(number, num_chosen(experts.config, number), hidden, inner)
 
