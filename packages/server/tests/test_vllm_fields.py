@@ -211,7 +211,8 @@ async def test_a_prompt_that_another_server_made_is_not_rendered(official, engin
         ({"prompt_token_ids": []}, "kv_transfer_params.prompt_token_ids"),
         ({"prompt_token_ids": [5, 257]}, "kv_transfer_params.prompt_token_ids"),
         ({"prompt_token_ids": [5] * 256}, "kv_transfer_params.prompt_token_ids"),
-        ({"prompt_token_ids": ["a"]}, "kv_transfer_params.prompt_token_ids[0]"),
+        ({"prompt_token_ids": ["a"]}, "kv_transfer_params.prompt_token_ids"),
+        ({"prompt_token_ids": 5}, "kv_transfer_params.prompt_token_ids"),
         ({"do_remote_prefill": True}, "kv_transfer_params"),
     ],
 )

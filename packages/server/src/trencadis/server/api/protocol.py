@@ -146,6 +146,15 @@ def _check_prompt(prompt: Any) -> None:
         raise InvalidRequest("must be a text, token ids, or a list of texts or of token ids")
 
 
+def _token_ids(value: Any) -> list[int] | None:
+    """Those of one prompt. In Python: pydantic would check each of any number of items."""
+    if value is not None and not (
+        isinstance(value, list) and all(type(token) is int for token in value)
+    ):
+        raise InvalidRequest("must be a list of token ids")
+    return value
+
+
 ServiceTier = Literal["auto", "default"]
 """The service tiers of the OpenAI API that ask for nothing but the ordinary one."""
 
@@ -434,7 +443,9 @@ class KvTransferParams(RequestPart):
     rendered then.
     """
 
-    prompt_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    prompt_token_ids: Annotated[list[int] | None, PlainValidator(_token_ids, list[int] | None)] = (
+        None
+    )
 
 
 class ChatCompletionRequest(GenerationRequest):
