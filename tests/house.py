@@ -193,12 +193,13 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cpu", "cuda", "hpu"},
     ],
     "engine.devices.cpu": [
-        {"native_kernel", "numa", "onednn_linear", "threads"},
+        {"huge_pages", "native_kernel", "numa", "onednn_linear", "threads"},
         {"native_calls"},
         {
-            *("adapter_products", "attention", "rank_sums", "router_products", "state_scan"),
-            "tiled_linear",
+            *("adapter_products", "attention", "byte_linear", "rank_sums", "router_products"),
+            "state_scan",
         },
+        {"tiled_linear"},
         {"expert_products", "recorded_layers"},
         {"device"},
     ],

@@ -39,6 +39,7 @@ from trencadis.engine.devices.cpu.native_calls import (
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
 from trencadis.engine.devices.cpu.tiled_linear import TiledLinear, load_linear_kernel
+from trencadis.engine.models.compiled_forward import OuterParts
 from trencadis.engine.models.paged_context import DecodeContext
 
 from .conftest import SESSION_DEVICE, save_tiny_model
@@ -312,6 +313,46 @@ def test_replayed_steps_give_the_same_tokens(
     assert recorded_shapes, "nothing was recorded"
     assert answers(llm) == unrecorded
     assert lists_of(recordings) == recorded_shapes, "the same steps were recorded again"
+
+
+def model_of(llm: LLM) -> Any:
+    return llm.core.executor.worker._model  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_steps_of_few_sequences_call_no_code_of_the_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(CPUDevice, "record_layers", lambda self, run, *_: run)
+        expected = answers(engine(model), count=count)
+    llm, calls = engine(model), []
+    assert answers(llm, count=count) == expected
+    model_of(llm).model.norm.register_forward_hook(lambda *_: calls.append(1))
+    assert answers(llm, count=count) == expected
+    assert len(calls) < 5 if count < 5 else len(calls) > 30, "all but the prompts are decodes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["logits", "layer_inputs", "of"])
+def test_outer_parts_that_compute_something_else_are_not_used(
+    model: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture, fault: str
+) -> None:
+    expected = answers(engine(model), count=2)
+    right = getattr(OuterParts, fault)
+
+    def wrong(*given: Any) -> Any:
+        if fault == "of":
+            raise RuntimeError("a model that cannot be traced")
+        first, *others = right(*given)
+        return [first + 1, *others]
+
+    monkeypatch.setattr(OuterParts, fault, staticmethod(wrong) if fault == "of" else wrong)
+    llm = engine(model)
+    assert [answers(llm, count=2) for _ in range(2)] == [expected] * 2
+    reason = "a model that cannot be traced" if fault == "of" else "its trace computes other"
+    assert f"Decode steps of 2 sequences call the model's code: {reason}" in log.text
 
 
 @pytest.mark.slow

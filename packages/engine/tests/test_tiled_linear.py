@@ -49,10 +49,12 @@ from trencadis.engine.devices.cpu.attention import CPUAttention
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.onednn_linear import OneDNNLinear, onednn_packs_bf16
 from trencadis.engine.devices.cpu.tiled_linear import (
+    ByteLinear,
     IntegerLinear,
     TiledEmbedding,
     TiledLinear,
     group_linears,
+    load_byte_kernel,
     load_linear_kernel,
 )
 from trencadis.engine.models import layer_inputs, rounded_weights
@@ -76,6 +78,16 @@ def kernel() -> None:
         if "off by" in str(error):
             raise
         pytest.skip(f"this processor has no kernel: {error}")
+
+
+@pytest.fixture(scope="module")
+def of_integers() -> type[IntegerLinear]:
+    """What computes weights that `--quantization` has rounded, on this processor."""
+    try:
+        load_byte_kernel(torch.int8)
+    except NoKernel:
+        return IntegerLinear
+    return ByteLinear
 
 
 @pytest.fixture(params=[True, False], ids=["fp32", "pairs"])
@@ -468,9 +480,11 @@ def test_the_kernel_is_not_for_layers_with_an_odd_number_of_inputs(
     assert kinds == {WITHOUT_KERNEL} | ({TiledLinear} if compiler == "g++" else set())
 
 
-def test_int8_halves_the_weights_of_linear_layers(tiny_model: Path) -> None:
+def test_int8_halves_the_weights_of_linear_layers(
+    tiny_model: Path, of_integers: type[IntegerLinear]
+) -> None:
     kinds, tokens = linears(tiny_model, quantization="int8")
-    assert kinds == {IntegerLinear}
+    assert kinds == {of_integers, IntegerLinear}
     assert [len(sampled) for sampled in tokens] == [12] * 3
     plain = layer(64, 96, bias=False)
     assert int8(plain).tiles.nbytes * 2 == TiledLinear(plain).tiles.nbytes
@@ -583,9 +597,11 @@ def test_loading_has_no_more_than_one_weight_twice(
     originals = [weakref.ref(module) for module in model.modules() if type(module) is nn.Linear]
     for kind in (TiledLinear, QuantizedLinear):
 
-        def counting(self: nn.Module, *given: object, build: Any = kind.__init__) -> None:
+        def counting(
+            self: nn.Module, *given: object, build: Any = kind.__init__, **named: object
+        ) -> None:
             remaining.append(sum(original() is not None for original in originals))
-            build(self, *given)
+            build(self, *given, **named)
 
         monkeypatch.setattr(kind, "__init__", counting)
     monkeypatch.setattr(CPUDevice, "_attention_of", lambda self, model: None)
@@ -710,7 +726,8 @@ def test_vectors_of_256_bits_give_the_same_bits_and_tokens(
         return outs, tokens
 
     own_flags = native_kernel._FLAGS
-    # Attention multiplies pairs of bf16 only with 512 bits.
+    # Attention multiplies pairs of bf16 only with 512 bits, and so are products of bytes.
+    monkeypatch.setattr(ByteLinear, "fits", staticmethod(lambda weight: False))
     monkeypatch.setattr(CPUDevice, "_attention_of", lambda self, model: CPUAttention())
     wide, tokens = computed(())
     narrow, of_narrow = computed(("-mno-avx512f",))

@@ -28,7 +28,7 @@ from trencadis.kvcache import (
     TierTransfers,
 )
 
-_FORMAT = 4
+_FORMAT = 5
 """Raised with each change of what the bytes of a block mean."""
 
 _SETTINGS = (

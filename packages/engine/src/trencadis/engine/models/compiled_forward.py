@@ -22,9 +22,11 @@ from trencadis.engine.models.decoder_layers import (
     DecoderLayers,
     LayersReached,
     Program,
+    Recording,
     single,
 )
-from trencadis.engine.models.paged_context import LayerRun
+from trencadis.engine.models.logit_head import take_last_hidden
+from trencadis.engine.models.paged_context import LayerRun, PagedContext
 
 Compute = Callable[[Callable[..., Any], Sequence[torch.Tensor], LayerRun], tuple[torch.Tensor, ...]]
 """Computes logits, and perhaps hidden states. Arguments: how the model is called, the tensors of a
@@ -149,6 +151,78 @@ class CompiledForward:
         if self._keep is not None:
             self._keep(made[self._written_at], *held, *written)
         return self._end((hidden, made[-1], *tensors), own.outside)
+
+
+@attrs.frozen(eq=False)
+class OuterParts:
+    """What a model computes before its first decoder layer and after its last, for one shape.
+
+    The operations that a trace has seen, without the model's Python code around them. It holds no
+    tensor of a model, as `CompiledForward`.
+    """
+
+    _start: _Part
+    _end: _Part
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        own: OwnTensors,
+        paged: PagedContext,
+        tensors: Sequence[torch.Tensor],
+    ) -> OuterParts:
+        """Trace a batch: token ids, position ids and logit rows, as the model takes them.
+
+        Its layers must be a chain that gives each what the first one is given.
+        """
+
+        def compute(
+            weights: Sequence[torch.Tensor], batch: Sequence[torch.Tensor], layer_run: LayerRun
+        ) -> list[torch.Tensor]:
+            token_ids, position_ids, rows = batch
+            given: dict[str, Any] = {
+                "input_ids": token_ids,
+                "position_ids": position_ids,
+                "use_cache": False,
+                "logits_to_keep": rows,
+                "paged": attrs.evolve(paged, layer_run=layer_run),
+            }
+            named = dict(zip(own.outside, weights, strict=True))
+            out = torch.func.functional_call(model, named, (), given)
+            hidden = take_last_hidden()
+            return [out.logits[0].float(), *(() if hidden is None else (hidden[0],))]
+
+        recording = Recording()
+
+        def start(*given: torch.Tensor) -> list[torch.Tensor]:
+            recording.given.clear()
+            with contextlib.suppress(LayersReached):
+                compute(given[len(tensors) :], given[: len(tensors)], recording)
+            return recording.inputs()
+
+        def end(hidden: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+            return compute(given[len(tensors) :], given[: len(tensors)], lambda *_: hidden)
+
+        def as_traced(module: fx.GraphModule, _: Sequence[torch.Tensor]) -> Program:
+            return module
+
+        hidden = start(*tensors, *own.outside.values())[0]
+        return cls(
+            _Part.of(start, tensors, own.outside, as_traced),
+            _Part.of(end, (hidden, *tensors), own.outside, as_traced),
+        )
+
+    def layer_inputs(self, tensors: Sequence[torch.Tensor], own: OwnTensors) -> list[torch.Tensor]:
+        """What the first layer is given, hidden states first."""
+        return self._start(tensors, own.outside)
+
+    def logits(
+        self, hidden: torch.Tensor, tensors: Sequence[torch.Tensor], own: OwnTensors
+    ) -> list[torch.Tensor]:
+        """Logits ``[rows, vocabulary]`` from what the last layer has returned, and hidden states
+        ``[tokens, hidden size]`` if the model keeps them."""
+        return self._end((hidden, *tensors), own.outside)
 
 
 def _compile_writes(

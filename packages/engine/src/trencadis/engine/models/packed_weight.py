@@ -207,6 +207,7 @@ class QuantizedLinear(nn.Module):
     """A linear layer with a packed weight, which it expands in each call.
 
     The tensors of the weight are buffers: they move, count and are traced as those of any layer.
+    ``rounds_inputs``: a device may round its inputs to int8, where it then computes faster.
     """
 
     steps: torch.Tensor
@@ -216,8 +217,15 @@ class QuantizedLinear(nn.Module):
     minimums: torch.Tensor | None
     input_scale: torch.Tensor | None
 
-    def __init__(self, weight: PackedWeight, bias: nn.Parameter | None = None) -> None:
+    def __init__(
+        self,
+        weight: PackedWeight,
+        bias: nn.Parameter | None = None,
+        *,
+        rounds_inputs: bool = False,
+    ) -> None:
         super().__init__()
+        self.rounds_inputs = rounds_inputs
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         register_tensors(self, weight)

@@ -12,7 +12,7 @@ G = H / K, D width of a head, which may differ between keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -28,6 +28,19 @@ MASKED = -1e30
 LayerRun = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Computes one decoder layer. Arguments: the layer's index, the layer's own forward function, and
 the positional and keyword arguments that the model passed to the layer."""
+
+
+@runtime_checkable
+class ReplayedLayers(Protocol):
+    """A `LayerRun` that can compute all layers of a chain at once, for some numbers of tokens."""
+
+    def replays(self, num_tokens: int) -> bool: ...
+
+    def replay(self, given: Sequence[torch.Tensor], paged: PagedContext) -> torch.Tensor | None:
+        """What the last layer returns, by what the first one is ``given``, hidden states first.
+
+        None where the layers must be called.
+        """
 
 
 class LayerCaches(Protocol):

@@ -105,14 +105,18 @@ def round_weights(
             tied[id(head)] = packed
         return QuantizedEmbedding(packed, layer.weight.dtype)
 
-    def rounded(layer: nn.Linear) -> QuantizedLinear:
+    def packed(layer: nn.Linear) -> PackedWeight:
         weight = tied.get(id(layer))
         if weight is not None:
-            return QuantizedLinear(weight, layer.bias)
+            return weight
         if quantization == "int8" or id(layer) in in_8_bits:
-            return QuantizedLinear(rounded_int8(layer.weight.detach()), layer.bias)
-        packed = rounded_int4(layer.weight.detach(), products=(products or {}).get(id(layer)))
-        return QuantizedLinear(packed, layer.bias)
+            return rounded_int8(layer.weight.detach())
+        return rounded_int4(layer.weight.detach(), products=(products or {}).get(id(layer)))
+
+    def rounded(layer: nn.Linear) -> QuantizedLinear:
+        # Rounded inputs cost int8 0.3 % of perplexity. Weights of 4 bits cost nearly what they may.
+        rounds_inputs = quantization == "int8" and layer is not head
+        return QuantizedLinear(packed(layer), layer.bias, rounds_inputs=rounds_inputs)
 
     replace_layers(tables, rounded_table)
     replace_layers(layers, rounded)

@@ -7,6 +7,7 @@ splits it (`ModelInput.unpack`), within a captured graph where there is one. Pad
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -559,8 +560,11 @@ def _pack(
     packed = np.zeros(total + tail, np.int32)
     if sampler_words is not None:
         packed[total:] = sampler_words.reshape(-1)
-    parts = np.split(packed[:total], np.cumsum(sizes)[:-1])
-    views = (part.reshape(size) for part, size in zip(parts, sections.values(), strict=True))
+    ends = itertools.accumulate(sizes)
+    views = (
+        packed[end - size : end].reshape(section)
+        for end, size, section in zip(ends, sizes, sections.values(), strict=True)
+    )
     return packed, dict(zip(sections, views, strict=True))
 
 

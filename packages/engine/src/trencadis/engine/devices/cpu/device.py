@@ -16,6 +16,7 @@ from torch import fx, nn
 from trencadis.engine.devices.cpu.adapter_products import load_adapter_kernel
 from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel_of
 from trencadis.engine.devices.cpu.expert_products import TiledExperts, load_expert_kernel
+from trencadis.engine.devices.cpu.huge_pages import move_to_huge_pages
 from trencadis.engine.devices.cpu.native_calls import Replayer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.numa import node_cores, rank_cores
@@ -30,10 +31,12 @@ from trencadis.engine.devices.cpu.threads import (
     read_core_times,
 )
 from trencadis.engine.devices.cpu.tiled_linear import (
+    ByteLinear,
     IntegerLinear,
     TiledEmbedding,
     TiledLinear,
     group_linears,
+    load_byte_kernel,
     load_linear_kernel,
 )
 from trencadis.engine.devices.device import Device, PendingCopy
@@ -207,6 +210,7 @@ class CPUDevice(Device):
         ]
         if layers:
             replace_layers(layers, self._bf16_linear())
+        move_to_huge_pages(model)
         for weights in (*model.parameters(), *model.buffers()):
             if not weights.is_mkldnn:  # those that oneDNN has packed are in memory
                 weights.detach().flatten().view(torch.uint8)[::_PAGE_BYTES].sum()
@@ -299,8 +303,12 @@ class CPUDevice(Device):
             each[2].steps.data_ptr(): each for each in layers_of(model, QuantizedEmbedding)
         }
 
+        rounding = {weights for weights in layers if self._loads_byte_kernel_of(weights)}
+
         def tiled(layer: QuantizedLinear) -> IntegerLinear:
-            linear = IntegerLinear(layer)
+            rounds = layer.rounds_inputs and layer.steps.dtype in rounding
+            is_rounded = rounds and ByteLinear.fits(layer.packed)
+            linear = ByteLinear(layer) if is_rounded else IntegerLinear(layer)
             tied = embeddings.pop(layer.steps.data_ptr(), None)
             if tied is not None:
                 name, parent, embedding = tied
@@ -348,6 +356,14 @@ class CPUDevice(Device):
             load_linear_kernel(self._kernels, trusted=self._trusted, weights=weights)
         except NoKernel as error:
             logger.warning("Packed weights are expanded in each call, and slow: %s", error)
+            return False
+        return True
+
+    def _loads_byte_kernel_of(self, weights: torch.dtype) -> bool:
+        try:
+            load_byte_kernel(weights, self._kernels, trusted=self._trusted)
+        except NoKernel as error:
+            logger.info("Inputs of packed weights stay bf16: %s", error)
             return False
         return True
 

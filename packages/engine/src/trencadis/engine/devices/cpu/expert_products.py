@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trencadis.engine.devices.cpu.byte_linear import SCALE_TYPES
 from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
 from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
 from trencadis.engine.devices.cpu.tiled_linear import (
     BITS,
-    SCALE_TYPES,
     TOLERANCE,
     address,
     integer_tiles,

@@ -294,6 +294,8 @@ struct Partial {
     float weighted[G][D];
 };
 
+constexpr int64_t ALONE = 1 << 18;  // products of queries with keys that a thread computes alone
+
 // Attention of one sequence and KV head to some of its blocks.
 struct Item {
     int32_t row, head, begin, end;
@@ -535,12 +537,14 @@ extern "C" int decode_attention(
     // A thread takes a few items at once, so that it knows which block it reads after an item.
     const int64_t at_once = std::clamp<int64_t>(count / (16 * num_threads), 1, 4);
     const int64_t num_prefix = N - num_extra;
+    // To wait for each other takes threads longer than a short context takes one of them.
+    const int64_t team = first[B] * K * S * G * D <= ALONE ? 1 : num_threads;
     const auto place_of_first = [&](const Item& item) {
         return place_of(pairs[item.begin], extra, num_prefix, block_stride) +
                item.head * head_stride;
     };
 
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+#pragma omp parallel num_threads(team) if (team > 1)
     {
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < B; ++b) {

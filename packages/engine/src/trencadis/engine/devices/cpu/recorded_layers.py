@@ -37,7 +37,7 @@ from trencadis.engine.devices.cpu.native_calls import (
 from trencadis.engine.devices.inductor import generated_code
 from trencadis.engine.models.decoder_layers import layer_inputs
 from trencadis.engine.models.layer_spec import LayerSpec
-from trencadis.engine.models.paged_context import DecodeContext, LayerCaches, LayerRun
+from trencadis.engine.models.paged_context import DecodeContext, LayerCaches, LayerRun, PagedContext
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -162,16 +162,39 @@ class RecordedLayers:
             given = layer_inputs(args, kwargs)
             if paged.adapter_rows is not None:
                 given.append(paged.adapter_rows)
-            key = (given[0].shape, torch.get_num_threads())
+            key = (given[0].shape[1], torch.get_num_threads())
             calls = self._lists.get(key)
             if calls is None:
                 return self._record(key, given, args, kwargs)
-            status, result = calls.run(given, self._changing_arguments(paged))
-            if status:
-                raise no_memory()
-            return result
+            return self._run_again(calls, given, paged)
         finally:
             self._lock.release()
+
+    def replays(self, num_tokens: int) -> bool:
+        """See `ReplayedLayers`."""
+        return (num_tokens, torch.get_num_threads()) in self._lists
+
+    def replay(self, given: Sequence[torch.Tensor], paged: PagedContext) -> torch.Tensor | None:
+        """See `ReplayedLayers`."""
+        calls = self._lists.get((given[0].shape[1], torch.get_num_threads()))
+        if (
+            not isinstance(paged, DecodeContext)
+            or calls is None
+            or not self._lock.acquire(blocking=False)
+        ):
+            return None
+        try:
+            return self._run_again(calls, given, paged)
+        finally:
+            self._lock.release()
+
+    def _run_again(
+        self, calls: CallList, given: Sequence[torch.Tensor], paged: DecodeContext
+    ) -> torch.Tensor:
+        status, result = calls.run(given, self._changing_arguments(paged))
+        if status:
+            raise no_memory()
+        return result
 
     def _changing_arguments(self, paged: DecodeContext) -> npt.NDArray[np.int64]:
         """What attention is given in this step: a row for each layer."""

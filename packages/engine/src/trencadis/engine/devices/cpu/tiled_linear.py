@@ -20,6 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from trencadis.engine.devices.cpu.byte_linear import (
+    SCALE_TYPES,
+    ByteKernel,
+    byte_products,
+    byte_tiles,
+    has_byte_order,
+    integers_of,
+    layer_words,
+    load_byte_library,
+    part_of,
+    rounded_rows,
+)
 from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
 from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
 from trencadis.engine.models.packed_weight import INT4_ZERO, PackedWeight, QuantizedLinear
@@ -33,9 +45,6 @@ _CHUNK = 1024
 
 BITS = {torch.bfloat16: 16, torch.int8: 8, torch.uint8: 4}
 """Of each weight, by the type of the tiles: a byte has two weights of 4 bits."""
-
-SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""As the kernel knows them."""
 
 TOLERANCE = 0.02
 """Largest difference to the product in fp32 in a trial, beside the largest value."""
@@ -121,6 +130,23 @@ def load_linear_kernel(
     return _KERNELS[weights].widens
 
 
+_BYTE_KERNELS: dict[torch.dtype, ByteKernel] = {}
+"""Those of `load_byte_kernel` in this process, by the type of the weights."""
+
+
+def load_byte_kernel(
+    weights: torch.dtype, directory: Path | None = None, *, trusted: bool = False
+) -> None:
+    """Load the kernel that `ByteLinear` needs for ``weights`` of int8, or of uint8 for 4 bits.
+
+    It is tried first, beside the product of the rounded rows. Raises `NoKernel` on a processor
+    without AVX512-VNNI.
+    """
+    kernel = load_byte_library(weights, directory, trusted=trusted)
+    _try(kernel, weights)
+    _BYTE_KERNELS[weights] = kernel
+
+
 class TiledLinear(nn.Module):
     """A linear layer whose weight is in the kernel's order. Of bf16, with an even number of inputs.
 
@@ -187,6 +213,24 @@ class IntegerLinear(TiledLinear):
         return tiles, scales, shifts, weight.order
 
 
+class ByteLinear(IntegerLinear):
+    """A linear layer of integers whose inputs are rounded to int8: see `byte_linear`.
+
+    ``tiles``: see `byte_tiles`.
+    """
+
+    @staticmethod
+    def fits(weight: PackedWeight) -> bool:
+        """Whether the kernel multiplies this weight: see `part_of`."""
+        return IntegerLinear.fits(weight) and part_of(weight.shape[1], weight.groups) > 0
+
+    def _packed(self, linear: Any) -> _Tensors:
+        weight: PackedWeight = linear.packed
+        columns = _BYTE_KERNELS[weight.steps.dtype].columns
+        scales, shifts = _scales_and_shifts(weight, columns)
+        return byte_tiles(weight, columns), scales, shifts, weight.order
+
+
 class TiledEmbedding(nn.Module):
     """An embedding that reads the rows of an output head of integers, to which it is tied."""
 
@@ -204,10 +248,13 @@ class TiledEmbedding(nn.Module):
         """Vectors ``[..., hidden size]`` of ``token_ids`` ``[...]``."""
         columns = self.scales.shape[2]
         tile, column = token_ids // columns, token_ids % columns
-        half = columns // 2
-        steps = self.tiles[tile, :, column // half, ..., column % half]
-        if steps.dtype is torch.uint8:
-            steps = torch.stack((steps & 15, steps >> 4), dim=-1).to(torch.int8) - INT4_ZERO
+        if has_byte_order(self.tiles):
+            steps = integers_of(self.tiles, token_ids)
+        else:
+            half = columns // 2
+            steps = self.tiles[tile, :, column // half, ..., column % half]
+            if steps.dtype is torch.uint8:
+                steps = torch.stack((steps & 15, steps >> 4), dim=-1).to(torch.int8) - INT4_ZERO
         scales = self.scales[tile, :, column]
         vectors = steps.view(*scales.shape, -1) * scales[..., None].float()
         if self.shifts is not None:
@@ -244,16 +291,22 @@ def integer_tiles(
         padded = F.pad(rows, (0, 0, 0, -len(rows) % columns))
         divided = padded.view(-1, 2, half, inputs // 2, *in_pair)
         of_rows.copy_(divided.permute(0, 3, 1, 4, 2) if in_pair else divided.permute(0, 3, 1, 2))
+    return tiles, *_scales_and_shifts(weight, columns)
+
+
+def _scales_and_shifts(
+    weight: PackedWeight, columns: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     shifts = None
     # What the kernel takes for 0.
-    means = INT4_ZERO if steps.dtype is torch.uint8 else 0
+    means = INT4_ZERO if weight.steps.dtype is torch.uint8 else 0
     if weight.zero_points is not None:
         shifts = (means - weight.zero_points).float() * weight.scales.float()
     elif weight.minimums is not None:
         shifts = weight.minimums.float() + means * weight.scales.float()
     if shifts is not None:
         shifts = _of_tiles(shifts, columns)
-    return tiles, _of_tiles(weight.scales, columns), shifts
+    return _of_tiles(weight.scales, columns), shifts
 
 
 def _of_tiles(of_groups: torch.Tensor, columns: int) -> torch.Tensor:
@@ -270,7 +323,7 @@ def _compute(
     bias: torch.Tensor | None,
     outputs: int,
 ) -> torch.Tensor:
-    return _product(_KERNELS[tiles.dtype], rows, tiles, scales, shifts, bias, outputs)
+    return _product(_kernel_of(tiles), rows, tiles, scales, shifts, bias, outputs)
 
 
 def _compute_together(
@@ -281,11 +334,15 @@ def _compute_together(
     biases: Sequence[torch.Tensor | None],
     outputs: Sequence[int],
 ) -> list[torch.Tensor]:
-    return _products(_KERNELS[tiles[0].dtype], rows, tiles, scales, shifts, biases, outputs)
+    return _products(_kernel_of(tiles[0]), rows, tiles, scales, shifts, biases, outputs)
+
+
+def _kernel_of(tiles: torch.Tensor) -> _Kernel | ByteKernel:
+    return _BYTE_KERNELS[tiles.dtype] if has_byte_order(tiles) else _KERNELS[tiles.dtype]
 
 
 def _product(
-    kernel: _Kernel,
+    kernel: _Kernel | ByteKernel,
     rows: torch.Tensor,
     tiles: torch.Tensor,
     scales: torch.Tensor | None,
@@ -298,7 +355,7 @@ def _product(
 
 
 def _products(
-    kernel: _Kernel,
+    kernel: _Kernel | ByteKernel,
     rows: torch.Tensor,
     tiles: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor | None],
@@ -307,17 +364,13 @@ def _products(
     outputs: Sequence[int],
 ) -> list[torch.Tensor]:
     """The results of layers that have the same input and the same type of weights."""
+    if isinstance(kernel, ByteKernel):
+        return byte_products(kernel, rows, tiles, scales, shifts, biases, outputs)
     rows = rows.contiguous()
     *batch, inputs = rows.shape
     num_rows, threads = rows.numel() // inputs, torch.get_num_threads()
     outs = [rows.new_empty((*batch, count)) for count in outputs]
-    layers: list[int] = []
-    weights = zip(tiles, scales, shifts, biases, outs, outputs, strict=True)
-    for weight, scale, shift, bias, out, count in weights:
-        layers += (
-            *(weight.data_ptr(), address(scale), address(shift), address(bias)),
-            *(out.data_ptr(), count, 0 if scale is None else SCALE_TYPES[scale.dtype]),
-        )
+    layers = layer_words(tiles, scales, shifts, biases, outs)
     # What the kernel needs beside its results, so that it allocates nothing.
     groups = 1 if scales[0] is None else scales[0].shape[1]
     copies = threads if num_rows == 1 else num_rows
@@ -334,11 +387,10 @@ def _products(
         *(address(scratch), address(sums), *sizes),
     )
     if is_recording():
-        addresses = [x if place % 7 > 4 else Address(x) for place, x in enumerate(layers)]
         note(
             address_of(kernel.compute),
             (
-                *(Address(rows.data_ptr()), addresses, len(outs)),
+                *(Address(rows.data_ptr()), layers, len(outs)),
                 *(Address(address(scratch)), Address(address(sums)), *sizes),
             ),
             (*outs, *(needed for needed in (scratch, sums) if needed is not None)),
@@ -417,14 +469,15 @@ def _layers_of_one_input(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]
     Between them no operator writes to a tensor: that could be their input, by a view of it.
     """
     found: list[tuple[fx.Node, list[fx.Node]]] = []
-    groups: dict[tuple[fx.Node, torch.dtype, int], list[fx.Node]] = {}
+    groups: dict[tuple[fx.Node, torch.dtype, int, bool], list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.trencadis.tiled_linear.default:
             rows, *weights = node.all_input_nodes
             if all(weight.op == "placeholder" for weight in weights):
                 scales = node.args[2]
                 of_scales = scales.meta["val"].shape[1] if isinstance(scales, fx.Node) else 1
-                key = (rows, weights[0].meta["val"].dtype, of_scales)
+                tiles = weights[0].meta["val"]
+                key = (rows, tiles.dtype, of_scales, has_byte_order(tiles))
                 if key not in groups:
                     groups[key] = []
                     found.append((rows, groups[key]))
@@ -434,13 +487,18 @@ def _layers_of_one_input(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]
     return [(rows, nodes) for rows, nodes in found if len(nodes) > 1]
 
 
-def _try(kernel: _Kernel, weights: torch.dtype) -> None:
+def _try(kernel: _Kernel | ByteKernel, weights: torch.dtype) -> None:
     """Raise `NoKernel` where the kernel's result is not that of PyTorch."""
-    weight, bias = _random(45, _TRIED_INPUTS), _random(45)
-    tiles, scales, shifts, weight = _example(weight, weights, kernel.columns)
+    takes_bytes = isinstance(kernel, ByteKernel)
+    inputs = 2 * _TRIED_INPUTS if takes_bytes else _TRIED_INPUTS  # parts of 64
+    weight, bias = _random(45, inputs), _random(45)
+    example = _example(weight, weights, kernel.columns, takes_bytes=takes_bytes)
+    tiles, scales, shifts, weight = example
     for num_rows in _TRIED:
-        rows = _random(num_rows, _TRIED_INPUTS)
-        expected = F.linear(rows.float(), weight, bias.float())
+        rows = _random(num_rows, inputs)
+        groups = 1 if scales is None else scales.shape[1]
+        read = rounded_rows(rows, groups) if takes_bytes else rows
+        expected = F.linear(read.float(), weight, bias.float())
         result = _product(kernel, rows, tiles, scales, shifts, bias, len(weight)).float()
         error = ((result - expected).abs().max() / expected.abs().max()).item()
         if not error <= TOLERANCE:
@@ -459,7 +517,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _example(
-    weight: torch.Tensor, weights: torch.dtype, columns: int
+    weight: torch.Tensor, weights: torch.dtype, columns: int, *, takes_bytes: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Tiles, scales and shifts of a weight, and the weight as they have it, in fp32."""
     if weights is torch.bfloat16:
@@ -467,4 +525,7 @@ def _example(
     packed = rounded_int8(weight) if weights is torch.int8 else rounded_int4(weight)
     zeros = torch.full(packed.scales.shape, 3, dtype=torch.int16)
     packed = PackedWeight(packed.steps, packed.scales, zeros)
-    return *integer_tiles(packed, columns), packed.unpacked()
+    tiles, scales, shifts = integer_tiles(packed, columns)
+    if takes_bytes:
+        tiles = byte_tiles(packed, columns)
+    return tiles, scales, shifts, packed.unpacked()
