@@ -193,7 +193,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cpu", "cuda", "hpu"},
     ],
     "engine.devices.cpu": [
-        {"huge_pages", "native_kernel", "numa", "onednn_linear", "threads"},
+        {"huge_pages", "native_kernel", "numa", "onednn_linear", "threads", "weight_tiles"},
         {"native_calls"},
         {
             *("adapter_products", "attention", "byte_linear", "rank_sums", "router_products"),
@@ -267,7 +267,13 @@ FLOORS: dict[str, list[set[str]]] = {
             *("rank_part", "score_heads"),
         },
         {
-            *("attention_operator", "packed_gguf", "rank_loading", "rounded_weights"),
+            *(
+                "attention_operator",
+                "calibration_files",
+                "packed_gguf",
+                "rank_loading",
+                "rounded_weights",
+            ),
             "softmax_attention",
         },
         {"recent_blocks"},
@@ -303,6 +309,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "kept_programs",
             "learned_grids",
             "pooler",
+            "replayed_steps",
             "sampler_warmup",
         },
         {"bisection", "device_sampler", "forward_runner", "prompt_scorer"},

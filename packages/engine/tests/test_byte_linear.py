@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trencadis.engine import LLM, SamplingParams
-from trencadis.engine.devices.cpu import byte_linear, native_kernel, tiled_linear
-from trencadis.engine.devices.cpu.byte_linear import integers_of, part_of, rounded_rows
+from trencadis.engine.devices.cpu import byte_linear, native_kernel, tiled_linear, weight_tiles
+from trencadis.engine.devices.cpu.byte_linear import part_of, rounded_rows
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.tiled_linear import (
     ByteLinear,
@@ -228,7 +228,7 @@ def test_inputs_in_another_order_and_rows_that_are_not_adjacent_are_read_in_orde
 @pytest.mark.parametrize("bits", [4, 8])
 def test_more_outputs_than_are_packed_at_a_time_keep_their_order(bits: int) -> None:
     generator = np.random.default_rng(0)
-    outputs = 2 * byte_linear._CHUNK + 45
+    outputs = 2 * weight_tiles.CHUNK + 45
     weight = random_weight(generator, outputs, 1, 32, bits)
     rows = whole_rows(generator, 3, 32)
     expected = rows.double() @ weight.unpacked(torch.float64).T
@@ -343,7 +343,7 @@ def test_a_model_computes_what_the_definition_of_rounded_inputs_says(
 
     def defined(self: ByteLinear, rows: torch.Tensor) -> torch.Tensor:
         assert self.scales is not None
-        whole = integers_of(self.tiles, torch.arange(self.out_features)).double()
+        whole = weight_tiles.integers_of(self.tiles, torch.arange(self.out_features)).double()
         scales = self.scales.flatten()[: self.out_features]
         return (rounded_rows(rows, 1).double() @ whole.T * scales).bfloat16()
 

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from trencadis.engine import ConfigError, EngineConfig, EngineCore
 from trencadis.engine.devices.hpu.fp8_linear import FP8Linear, use_fp8_products
+from trencadis.engine.models.calibration_files import read_measured_scales
 from trencadis.engine.models.measured_scales import (
     FP8_RANGES,
     METHODS,
     MeasuredScales,
-    read_measured_scales,
     round_by_measured,
 )
 from trencadis.engine.models.packed_weight import QuantizedLinear

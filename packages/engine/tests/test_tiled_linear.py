@@ -44,7 +44,7 @@ from trencadis.engine import (
 )
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import device as cpu_device
-from trencadis.engine.devices.cpu import native_kernel, tiled_linear
+from trencadis.engine.devices.cpu import native_kernel, tiled_linear, weight_tiles
 from trencadis.engine.devices.cpu.attention import CPUAttention
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.onednn_linear import OneDNNLinear, onednn_packs_bf16
@@ -610,7 +610,7 @@ def test_loading_has_no_more_than_one_weight_twice(
     assert remaining == list(range(first, last - 1, -1)), "each original goes when it is replaced"
 
 
-@pytest.mark.parametrize("pack", [rounded_int8, functools.partial(tiled_linear.tiled, columns=32)])
+@pytest.mark.parametrize("pack", [rounded_int8, functools.partial(weight_tiles.tiled, columns=32)])
 def test_packing_takes_little_beside_its_result(pack: Callable[..., object]) -> None:
     weight, sizes = torch.randn(5000, 64).bfloat16(), []
 
@@ -632,7 +632,7 @@ def test_packing_takes_little_beside_its_result(pack: Callable[..., object]) -> 
 def test_more_outputs_than_are_packed_at_a_time_keep_their_order(
     packed: Callable[[nn.Linear], TiledLinear],
 ) -> None:
-    plain = layer(32, 2 * tiled_linear._CHUNK + 45, bias=True)
+    plain = layer(32, 2 * weight_tiles.CHUNK + 45, bias=True)
     rows = torch.randn(3, 32).bfloat16()
     off = 0.2 if packed is int4 else 0.02
     torch.testing.assert_close(packed(plain)(rows), plain(rows), atol=off, rtol=off)

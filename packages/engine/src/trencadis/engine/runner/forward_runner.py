@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
@@ -17,7 +17,7 @@ from torch import fx, nn
 from trencadis.engine.devices import Device, Graph
 from trencadis.engine.errors import BucketMiss, CompileError
 from trencadis.engine.models.adapter_layers import AdapterLayers
-from trencadis.engine.models.compiled_forward import CompiledForward, OuterParts, OwnTensors
+from trencadis.engine.models.compiled_forward import CompiledForward, OwnTensors
 from trencadis.engine.models.decoder_layers import (
     DecoderLayers,
     LayersReached,
@@ -26,11 +26,12 @@ from trencadis.engine.models.decoder_layers import (
 )
 from trencadis.engine.models.layer_spec import windows_of
 from trencadis.engine.models.logit_head import take_last_hidden
-from trencadis.engine.models.paged_context import LayerRun, PagedContext, ReplayedLayers
+from trencadis.engine.models.paged_context import LayerRun
 from trencadis.engine.models.state_layers import state_layers_of
 from trencadis.engine.runner.kept_programs import KeptPrograms
 from trencadis.engine.runner.model_input import ModelInput, dummy_rows
-from trencadis.engine.runner.shapes import DecodeShape, ForwardShape
+from trencadis.engine.runner.replayed_steps import ReplayedSteps
+from trencadis.engine.runner.shapes import ForwardShape
 from trencadis.kvcache.tensors import KVCache
 
 logger = logging.getLogger("trencadis.engine")
@@ -44,10 +45,6 @@ REFUSED = (
 
 Traced = tuple[fx.GraphModule, list[torch.Tensor]]
 """A decoder layer as a module, and example inputs."""
-
-_MOST_REPLAYED = 4
-"""Sequences of a batch that is computed without the model's own code. That takes as long for any
-number, half a millisecond of a small model, and each number is traced."""
 
 _ANY_TOKENS = 2
 """A program can be for every number of tokens from this on: PyTorch's compiler takes a size of 1
@@ -112,8 +109,7 @@ class ForwardRunner:
         if compiled and self.states is not None:
             self.states.pass_context_on()
         self._own: OwnTensors | None = None
-        self._outer: dict[int, OuterParts | None] = {}
-        """By number of tokens; None where the model is to compute them."""
+        self._replayed = ReplayedSteps(device.attention, self._dtype)
         self._programs = programs or KeptPrograms()
         self._layer_runs: dict[Hashable, LayerRun] = {}
         self._kept: dict[Hashable, bool] = {}
@@ -278,7 +274,7 @@ class ForwardRunner:
             graph.release()
         self._graphs.clear()
         self._layer_runs.clear()
-        self._outer.clear()
+        self._replayed.clear()
         self._own = None
         if self._layers is not None:
             self._layers.release()
@@ -402,7 +398,11 @@ class ForwardRunner:
             if self._layer_runs:
                 layer_run = self._layer_runs.get(self._program_key(batch.shape))
                 batch = batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
-            computed = self._replayed(batch) or self._compute(batch)
+            if self._replayed.takes(batch):
+                own = self._own_tensors()
+                computed = self._replayed.run(batch, self._model, own, self._compute)
+            else:
+                computed = self._compute(batch)
         else:
             computed = graph.replay(batch.inputs)
         if self.states is not None and batch.state_places is not None:
@@ -410,60 +410,6 @@ class ForwardRunner:
         self._device.mark_step()
         logits, *hidden = computed
         return ForwardOutput(logits, words, *hidden)
-
-    def _replayed(self, batch: ModelInput) -> Sequence[torch.Tensor] | None:
-        """As `_compute`, without the model's own code, for few sequences whose layers are replayed.
-
-        None where that code is needed. The first batch of a size is computed in both ways; where
-        they differ, the model computes all that follow.
-        """
-        run: Any = batch.layer_run  # a type of callables has no place for a protocol
-        tokens = batch.shape.num_tokens
-        if (
-            tokens > _MOST_REPLAYED
-            or not isinstance(batch.shape, DecodeShape)
-            or not isinstance(run, ReplayedLayers)
-            or batch.adapter_slots is not None
-            or not run.replays(tokens)
-            or (tokens in self._outer and self._outer[tokens] is None)
-        ):
-            return None
-        unpacked = batch.unpack()
-        paged = self._device.attention.prepare(unpacked.paged, self._dtype)
-        tensors = (unpacked.token_ids, unpacked.position_ids, unpacked.logit_rows)
-        own, outer = self._own_tensors(), self._outer.get(tokens)
-        if outer is None:
-            return self._compute_both(batch, own, paged, tensors)
-        hidden = run.replay(outer.layer_inputs(tensors, own), paged)
-        return None if hidden is None else outer.logits(hidden, tensors, own)
-
-    def _compute_both(
-        self,
-        batch: ModelInput,
-        own: OwnTensors,
-        paged: PagedContext,
-        tensors: Sequence[torch.Tensor],
-    ) -> Sequence[torch.Tensor]:
-        """The model's result. Keeps a trace of its outer parts if that computes the same."""
-        tokens, run = batch.shape.num_tokens, batch.layer_run
-        outer: OuterParts | None = None
-        computed: Sequence[torch.Tensor] = ()
-        reason = "its trace computes other logits"
-        try:
-            outer = OuterParts.of(self._model, own, paged, tensors)
-            hidden = cast(ReplayedLayers, run).replay(outer.layer_inputs(tensors, own), paged)
-            if hidden is None:  # another thread computes
-                return self._compute(batch)
-            computed = outer.logits(hidden, tensors, own)
-        except Exception as error:  # the code of a model may do what cannot be traced
-            reason = str(error)
-        expected = self._compute(batch)  # last: it writes the keys and values that stay
-        if len(computed) == len(expected) and all(map(torch.equal, computed, expected)):
-            self._outer[tokens] = outer
-        elif not expected[0].isnan().any():  # which equals nothing: a later batch is traced
-            self._outer[tokens] = None
-            logger.info("Decode steps of %d sequences call the model's code: %s", tokens, reason)
-        return expected
 
     def _compute(
         self, batch: ModelInput, model: Callable[..., Any] | None = None

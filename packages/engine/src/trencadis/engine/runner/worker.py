@@ -22,6 +22,7 @@ from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.adapter_layers import AdapterLayers
 from trencadis.engine.models.cache_scales import use_cache_scales
+from trencadis.engine.models.calibration_files import read_measured_scales
 from trencadis.engine.models.declared_modules import read_pooling
 from trencadis.engine.models.layer_inputs import products_of_inputs, text_tokens
 from trencadis.engine.models.layer_reading import check_layers
@@ -35,11 +36,7 @@ from trencadis.engine.models.loader import (
     resolve_dtype,
 )
 from trencadis.engine.models.logit_head import LogitHead, keep_last_hidden
-from trencadis.engine.models.measured_scales import (
-    MeasuredScales,
-    read_measured_scales,
-    round_by_measured,
-)
+from trencadis.engine.models.measured_scales import MeasuredScales, round_by_measured
 from trencadis.engine.models.packed_experts import expand_experts
 from trencadis.engine.models.packed_weight import WeightUse
 from trencadis.engine.models.paged_context import Attention

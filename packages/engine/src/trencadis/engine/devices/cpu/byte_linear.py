@@ -14,17 +14,18 @@ from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F
 
-from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
+from trencadis.engine.devices.cpu.native_calls import (
+    Address,
+    address_of,
+    data_address,
+    is_recording,
+    note,
+)
 from trencadis.engine.devices.cpu.native_kernel import load_kernel
-from trencadis.engine.models.packed_weight import INT4_ZERO, PackedWeight
-from trencadis.kvcache import ceil_div
+from trencadis.engine.devices.cpu.weight_tiles import SCALE_TYPES
 
 _SOURCE = Path(__file__).with_name("byte_linear.cpp")
-
-SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""As the kernels of linear layers know them."""
 
 _PARTS = (64, 32)
 """Inputs of a part of a row, the first that divides a group of the weight."""
@@ -34,12 +35,6 @@ _MOST_INPUTS = 1 << 17
 
 _TINY = 1e-30
 """Where no step of a part is larger, its numbers count as 0."""
-
-_QUAD = 4
-"""Inputs of an output that are beside each other."""
-
-_CHUNK = 1024
-"""Outputs whose weights are packed at a time: what packing takes beside its result."""
 
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS: tuple[Any, ...] = (_POINTER, _POINTER, _INTEGER, _POINTER, *[_INTEGER] * 5)
@@ -83,49 +78,6 @@ def rounded_rows(rows: torch.Tensor, groups: int) -> torch.Tensor:
     return ((parts / steps.clamp_min(_TINY)).round() * steps).view(rows.shape)
 
 
-def has_byte_order(tiles: torch.Tensor) -> bool:
-    """Whether tiles are in the order of `byte_tiles`."""
-    return tiles.dtype is not torch.bfloat16 and tiles.shape[-1] == _QUAD
-
-
-def byte_tiles(weight: PackedWeight, columns: int) -> torch.Tensor:
-    """The integers in the order of the kernel.
-
-    int8 ``[tiles, inputs / 4, 2, columns / 2, 4]``: of half of the outputs the weights of four
-    inputs each; or uint8 ``[tiles, inputs / 8, 2, columns / 2, 4]``, those of the next four inputs
-    in the upper bits.
-    """
-    outputs, inputs = weight.shape
-    is_int4 = weight.steps.dtype is torch.uint8
-    quads, unit = (2, 2 * _QUAD) if is_int4 else (1, _QUAD)
-    tiles = weight.steps.new_empty(
-        (ceil_div(outputs, columns), inputs // unit, 2, columns // 2, _QUAD)
-    )
-    for rows, of_rows in zip(
-        torch.split(weight.steps, _CHUNK), torch.split(tiles, _CHUNK // columns), strict=True
-    ):
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % columns))
-        if is_int4:
-            padded = torch.stack((padded & 15, padded >> 4), dim=-1)
-        divided = padded.view(-1, 2, columns // 2, inputs // unit, quads, _QUAD)
-        of_quads = divided.permute(0, 3, 1, 2, 4, 5)
-        if is_int4:
-            of_rows.copy_(of_quads[..., 0, :] | of_quads[..., 1, :] << 4)
-        else:
-            of_rows.copy_(of_quads[..., 0, :])
-    return tiles
-
-
-def integers_of(tiles: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-    """int8 ``[..., inputs]``: the integers of ``outputs`` ``[...]`` in such tiles."""
-    half = tiles.shape[3]
-    tile, column = outputs // (2 * half), outputs % (2 * half)
-    quads = tiles[tile, :, column // half, column % half]
-    if tiles.dtype is torch.uint8:
-        quads = torch.stack((quads & 15, quads >> 4), dim=-2).to(torch.int8) - INT4_ZERO
-    return quads.flatten(outputs.dim())
-
-
 def layer_words(
     weights: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor | None],
@@ -136,8 +88,7 @@ def layer_words(
     """A ``Layer`` of the sources for each weight, whose results are ``outs`` ``[..., outputs]``."""
     words: list[int | Address] = []
     for weight, scale, shift, bias, out in zip(weights, scales, shifts, biases, outs, strict=True):
-        addresses = (weight, scale, shift, bias, out)
-        words += (Address(0 if each is None else each.data_ptr()) for each in addresses)
+        words += map(data_address, (weight, scale, shift, bias, out))
         words += (out.shape[-1], 0 if scale is None else SCALE_TYPES[scale.dtype])
     return words
 
@@ -164,7 +115,7 @@ def byte_products(
     layers = layer_words(tiles, scales, shifts, biases, outs)
     # What the kernel needs beside its results, so that it allocates nothing.
     copies = num_rows * threads if num_rows <= kernel.most_rows else num_rows
-    scratch = rows.new_empty((copies, inputs // _QUAD + 2 * (inputs // part)), dtype=torch.int32)
+    scratch = rows.new_empty((copies, inputs // 4 + 2 * (inputs // part)), dtype=torch.int32)
     sizes = (num_rows, inputs, groups, part, threads)
     kernel.compute(
         *(rows.data_ptr(), (_INTEGER * len(layers))(*layers), len(outs), scratch.data_ptr()),
@@ -174,7 +125,7 @@ def byte_products(
         note(
             address_of(kernel.compute),
             (
-                *(Address(rows.data_ptr()), layers, len(outs), Address(scratch.data_ptr())),
+                *(data_address(rows), layers, len(outs), data_address(scratch)),
                 *sizes,
             ),
             (*outs, scratch),

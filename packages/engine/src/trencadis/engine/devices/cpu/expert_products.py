@@ -20,17 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trencadis.engine.devices.cpu.byte_linear import SCALE_TYPES
-from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
-from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
-from trencadis.engine.devices.cpu.tiled_linear import (
-    BITS,
-    TOLERANCE,
-    address,
-    integer_tiles,
-    load_linear_kernel,
-    tiled,
+from trencadis.engine.devices.cpu.native_calls import (
+    address_of,
+    data_address,
+    is_recording,
+    note,
 )
+from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
+from trencadis.engine.devices.cpu.tiled_linear import BITS, TOLERANCE, load_linear_kernel
+from trencadis.engine.devices.cpu.weight_tiles import SCALE_TYPES, integer_tiles, tiled
 from trencadis.engine.models.packed_experts import (
     MATRICES,
     are_packed,
@@ -182,12 +180,9 @@ def _compute(
     chosen: torch.Tensor,
     weights: torch.Tensor,
     gate_up: torch.Tensor,
-    gate_up_scales: torch.Tensor | None,
-    down: torch.Tensor,
-    down_scales: torch.Tensor | None,
+    *others: torch.Tensor | None,
 ) -> torch.Tensor:
-    kernel = _KERNELS[gate_up.dtype]
-    return _sums(kernel, rows, chosen, weights, gate_up, gate_up_scales, down, down_scales)
+    return _sums(_KERNELS[gate_up.dtype], rows, chosen, weights, gate_up, *others)  # type: ignore[arg-type]
 
 
 def _sums(
@@ -207,25 +202,16 @@ def _sums(
     widens = int(kernel.widens)
     # What the kernel needs beside its result, so that it allocates nothing.
     scratch = rows.new_empty(kernel.scratch_bytes(*sizes, widens), dtype=torch.uint8)
-    groups = (
-        (1, 1)
-        if gate_up_scales is None or down_scales is None
-        else (
-            gate_up_scales.shape[2],
-            down_scales.shape[2],
-        )
-    )
+    groups = (1, 1)
+    if gate_up_scales is not None and down_scales is not None:
+        groups = gate_up_scales.shape[2], down_scales.shape[2]
     scale_type = 0 if gate_up_scales is None else SCALE_TYPES[gate_up_scales.dtype]
-    addresses = (
-        *(rows.data_ptr(), chosen.data_ptr(), weights.data_ptr(), gate_up.data_ptr()),
-        *(address(gate_up_scales), down.data_ptr(), address(down_scales)),
-        *(out.data_ptr(), scratch.data_ptr()),
-    )
+    tensors = (rows, chosen, weights, gate_up, gate_up_scales, down, down_scales, out, scratch)
+    addresses = tuple(map(data_address, tensors))
     numbers = (*sizes, *groups, scale_type, torch.get_num_threads(), widens)
     kernel.compute(*addresses, *numbers)
     if is_recording():
-        made = (*map(Address, addresses), *numbers)
-        note(address_of(kernel.compute), made, (out, scratch))
+        note(address_of(kernel.compute), (*addresses, *numbers), (out, scratch))
     return out
 
 

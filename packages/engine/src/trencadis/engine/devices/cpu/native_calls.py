@@ -100,6 +100,11 @@ def note(
         recording.tensors += tensors
 
 
+def data_address(tensor: torch.Tensor | None) -> Address:
+    """Where the numbers of a tensor are; 0 for None."""
+    return Address(0 if tensor is None else tensor.data_ptr())
+
+
 def address_of(function: Callable[..., object]) -> int:
     """The address of a function of a library that ctypes has loaded."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]

@@ -13,7 +13,12 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
+from trencadis.engine.devices.cpu.native_calls import (
+    address_of,
+    data_address,
+    is_recording,
+    note,
+)
 from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
 
 _SOURCE = Path(__file__).with_name("router_products.cpp")
@@ -118,12 +123,12 @@ def _multiplied(
     rows, weight = rows.contiguous(), weight.contiguous()
     (num_rows, inputs), outputs = rows.shape, len(weight)
     out = rows.new_empty(num_rows, outputs)
-    addresses = (rows.data_ptr(), weight.data_ptr(), out.data_ptr())
+    addresses = tuple(map(data_address, (rows, weight, out)))
     is_bf16 = int(rows.dtype is torch.bfloat16)
     sizes = (num_rows, outputs, inputs, is_bf16, torch.get_num_threads())
     function(*addresses, *sizes)
     if is_recording():
-        note(address_of(function), (*map(Address, addresses), *sizes), (out,))
+        note(address_of(function), (*addresses, *sizes), (out,))
     return out
 
 
@@ -138,11 +143,11 @@ def _chosen(
     *batch, size = rows.shape
     values = rows.new_empty(*batch, count)
     indices = rows.new_empty((*batch, count), dtype=torch.int64)
-    addresses = (rows.data_ptr(), values.data_ptr(), indices.data_ptr())
+    addresses = tuple(map(data_address, (rows, values, indices)))
     sizes = (rows.numel() // size, size, count, torch.get_num_threads())
     function(*addresses, *sizes)
     if is_recording():
-        note(address_of(function), (*map(Address, addresses), *sizes), (values, indices))
+        note(address_of(function), (*addresses, *sizes), (values, indices))
     return values, indices
 
 

@@ -21,27 +21,33 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from trencadis.engine.devices.cpu.byte_linear import (
-    SCALE_TYPES,
     ByteKernel,
     byte_products,
-    byte_tiles,
-    has_byte_order,
-    integers_of,
     layer_words,
     load_byte_library,
     part_of,
     rounded_rows,
 )
-from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
+from trencadis.engine.devices.cpu.native_calls import (
+    address_of,
+    data_address,
+    is_recording,
+    note,
+)
 from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
-from trencadis.engine.models.packed_weight import INT4_ZERO, PackedWeight, QuantizedLinear
+from trencadis.engine.devices.cpu.weight_tiles import (
+    SCALE_TYPES,
+    byte_tiles,
+    has_byte_order,
+    integer_tiles,
+    integers_of,
+    scales_and_shifts,
+    tiled,
+)
+from trencadis.engine.models.packed_weight import PackedWeight, QuantizedLinear
 from trencadis.engine.models.rounded_weights import rounded_int4, rounded_int8
-from trencadis.kvcache import ceil_div
 
 _SOURCE = Path(__file__).with_name("tiled_linear.cpp")
-
-_CHUNK = 1024
-"""Outputs whose weights are packed at a time: what packing takes beside its result."""
 
 BITS = {torch.bfloat16: 16, torch.int8: 8, torch.uint8: 4}
 """Of each weight, by the type of the tiles: a byte has two weights of 4 bits."""
@@ -150,7 +156,7 @@ def load_byte_kernel(
 class TiledLinear(nn.Module):
     """A linear layer whose weight is in the kernel's order. Of bf16, with an even number of inputs.
 
-    ``tiles`` is ``[tiles, inputs / 2, columns, 2]``: the weights of two inputs for so many outputs.
+    ``tiles``: see `weight_tiles.tiled`.
     """
 
     tiles: torch.Tensor
@@ -190,10 +196,7 @@ class TiledLinear(nn.Module):
 class IntegerLinear(TiledLinear):
     """A linear layer of integers of 8 or 4 bits. Inputs and outputs are bf16.
 
-    ``tiles`` is int8 ``[tiles, inputs / 2, 2, 2, columns / 2]``: of half of the outputs the weights
-    of one input, then those of the next; or uint8 ``[tiles, inputs / 2, 2, columns / 2]``, with
-    both in a byte. ``scales`` and ``shifts`` are ``[tiles, groups, columns]``; a shift is what zero
-    points, or minimums, add to each weight of a group.
+    ``tiles``, ``scales`` and ``shifts``: see `integer_tiles`.
     """
 
     @staticmethod
@@ -227,7 +230,7 @@ class ByteLinear(IntegerLinear):
     def _packed(self, linear: Any) -> _Tensors:
         weight: PackedWeight = linear.packed
         columns = _BYTE_KERNELS[weight.steps.dtype].columns
-        scales, shifts = _scales_and_shifts(weight, columns)
+        scales, shifts = scales_and_shifts(weight, columns)
         return byte_tiles(weight, columns), scales, shifts, weight.order
 
 
@@ -248,13 +251,7 @@ class TiledEmbedding(nn.Module):
         """Vectors ``[..., hidden size]`` of ``token_ids`` ``[...]``."""
         columns = self.scales.shape[2]
         tile, column = token_ids // columns, token_ids % columns
-        if has_byte_order(self.tiles):
-            steps = integers_of(self.tiles, token_ids)
-        else:
-            half = columns // 2
-            steps = self.tiles[tile, :, column // half, ..., column % half]
-            if steps.dtype is torch.uint8:
-                steps = torch.stack((steps & 15, steps >> 4), dim=-1).to(torch.int8) - INT4_ZERO
+        steps = integers_of(self.tiles, token_ids)
         scales = self.scales[tile, :, column]
         vectors = steps.view(*scales.shape, -1) * scales[..., None].float()
         if self.shifts is not None:
@@ -264,55 +261,6 @@ class TiledEmbedding(nn.Module):
 
 _Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Tiles, scales, shifts, order."""
-
-
-def tiled(weight: torch.Tensor, columns: int) -> torch.Tensor:
-    outputs, inputs = weight.shape
-    tiles = weight.new_empty(ceil_div(outputs, columns), inputs // 2, columns, 2)
-    for rows, of_rows in zip(
-        torch.split(weight, _CHUNK), torch.split(tiles, _CHUNK // columns), strict=True
-    ):
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % columns))
-        of_rows.copy_(padded.view(-1, columns, inputs // 2, 2).permute(0, 2, 1, 3))
-    return tiles
-
-
-def integer_tiles(
-    weight: PackedWeight, columns: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Tiles, scales and shifts."""
-    outputs, inputs = weight.shape
-    half, steps = columns // 2, weight.steps
-    in_pair = () if steps.dtype is torch.uint8 else (2,)
-    tiles = steps.new_empty((ceil_div(outputs, columns), inputs // 2, 2, *in_pair, half))
-    for rows, of_rows in zip(
-        torch.split(steps, _CHUNK), torch.split(tiles, _CHUNK // columns), strict=True
-    ):
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % columns))
-        divided = padded.view(-1, 2, half, inputs // 2, *in_pair)
-        of_rows.copy_(divided.permute(0, 3, 1, 4, 2) if in_pair else divided.permute(0, 3, 1, 2))
-    return tiles, *_scales_and_shifts(weight, columns)
-
-
-def _scales_and_shifts(
-    weight: PackedWeight, columns: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    shifts = None
-    # What the kernel takes for 0.
-    means = INT4_ZERO if weight.steps.dtype is torch.uint8 else 0
-    if weight.zero_points is not None:
-        shifts = (means - weight.zero_points).float() * weight.scales.float()
-    elif weight.minimums is not None:
-        shifts = weight.minimums.float() + means * weight.scales.float()
-    if shifts is not None:
-        shifts = _of_tiles(shifts, columns)
-    return _of_tiles(weight.scales, columns), shifts
-
-
-def _of_tiles(of_groups: torch.Tensor, columns: int) -> torch.Tensor:
-    """``[outputs, groups]`` as ``[tiles, groups, columns]``."""
-    padded = F.pad(of_groups, (0, 0, 0, -len(of_groups) % columns))
-    return padded.view(-1, columns, of_groups.shape[1]).transpose(1, 2).contiguous()
 
 
 def _compute(
@@ -384,22 +332,18 @@ def _products(
     sizes = (num_rows, inputs, groups, threads, int(kernel.widens))
     kernel.compute(
         *(rows.data_ptr(), (_INTEGER * len(layers))(*layers), len(outs)),
-        *(address(scratch), address(sums), *sizes),
+        *(data_address(scratch), data_address(sums), *sizes),
     )
     if is_recording():
         note(
             address_of(kernel.compute),
             (
-                *(Address(rows.data_ptr()), layers, len(outs)),
-                *(Address(address(scratch)), Address(address(sums)), *sizes),
+                *(data_address(rows), layers, len(outs)),
+                *(data_address(scratch), data_address(sums), *sizes),
             ),
             (*outs, *(needed for needed in (scratch, sums) if needed is not None)),
         )
     return outs
-
-
-def address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 _LIBRARY.impl(  # type: ignore[no-untyped-call]

@@ -124,11 +124,9 @@ ALL_EXPERTS_FUNCTIONS.register(_FP8, fp8_experts)
 ALL_EXPERTS_FUNCTIONS.register(_FUSED, fused_experts)
 
 
-def use_static_experts(
-    model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
-) -> None:
-    """Let the experts of a loaded model compute in static shapes, in its ``dtype``."""
-    dtype = next(model.parameters()).dtype if dtype is None else dtype
+def use_static_experts(model: nn.Module, device: torch.device) -> None:
+    """Let the experts of a loaded model compute in static shapes, in its dtype."""
+    dtype = next(model.parameters()).dtype
     is_usable: dict[tuple[ExpertSizes, torch.dtype], bool] = {}
     replaceable: list[Any] = [module for module in model.modules() if is_replaceable(module)]
     for experts in replaceable:
