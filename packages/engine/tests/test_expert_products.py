@@ -21,6 +21,8 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from trencadis.engine import LLM, SamplingParams
+from trencadis.engine.core.config_payload import config_payload
+from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import device as cpu_device
 from trencadis.engine.devices.cpu import expert_products, router_products
@@ -38,7 +40,7 @@ from trencadis.engine.models.packed_experts import (
 )
 from trencadis.engine.models.rounded_weights import round_weights, rounded_int8
 
-from .conftest import SESSION_DEVICE
+from .conftest import SESSION_DEVICE, save_tiny_model
 
 pytestmark = pytest.mark.skipif(SESSION_DEVICE is not None, reason="of the CPU device")
 
@@ -569,6 +571,13 @@ def test_decode_steps_with_experts_are_recorded(
     assert tokens_of(llm) == unrecorded
     assert sum(len(layers._lists) for layers in made) > 0
     assert "not recorded" not in caplog.text
-    llm.core.executor.sleep(1)
-    llm.core.executor.wake()
+    switcher = ModelSwitcher(llm.core)
+    switcher.sleep(1)
+    switcher.wake_up()
+    assert tokens_of(llm) == unrecorded
+    dense = save_tiny_model(tmp_path / "dense")
+    first, stash_bytes = llm.core.config, 0 if quantization == "none" else 1 << 30
+    other = attrs.evolve(first, model=str(dense), quantization="none")
+    for config in (other, first):  # and back, loaded anew or from the stash
+        switcher.reconfigure_engine(config_payload(config), stash_bytes)
     assert tokens_of(llm) == unrecorded

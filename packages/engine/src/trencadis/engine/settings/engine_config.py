@@ -288,8 +288,9 @@ class EngineConfig(CapacitySettings):
         "--quantization",
         group=MODEL,
         help="rounds the bf16 weights of linear layers at load: int8, with a scale for each "
-        "output, or int4, for 32 inputs, with attention and some others by int8; embedding and "
-        "output head by int8; on hpu fp8, or inc, by --quant-config",
+        "output, and inputs too where that is faster, or int4, for 32 inputs, with attention and "
+        "some others by int8; embedding and output head by int8; on hpu fp8, or inc, by "
+        "--quant-config",
     )
     quant_config: str | None = attrs.field(
         default=None,
