@@ -16,6 +16,7 @@ from torch import nn
 
 from trencadis.engine import LLM, SamplingParams
 from trencadis.engine.devices.cpu import byte_linear, native_kernel, tiled_linear, weight_tiles
+from trencadis.engine.devices.cpu import device as cpu_device
 from trencadis.engine.devices.cpu.byte_linear import part_of, rounded_rows
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.tiled_linear import (
@@ -310,9 +311,21 @@ def model_of_groups(
 
 @pytest.mark.parametrize(("quantization", "kind"), [("int8", ByteLinear), ("int4", IntegerLinear)])
 def test_an_engine_of_int8_rounds_the_inputs_of_its_decoder_layers(
-    model_of_groups: Path, quantization: str, kind: type[IntegerLinear]
+    model_of_groups: Path,
+    quantization: str,
+    kind: type[IntegerLinear],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And compiles the kernel for these alone."""
+    asked = []
+
+    def noted(weights: torch.dtype, *given: Any, **named: Any) -> None:
+        asked.append(weights)
+        load_byte_kernel(weights, *given, **named)
+
+    monkeypatch.setattr(cpu_device, "load_byte_kernel", noted)
     kinds, tokens = layers_of(model_of_groups, quantization=quantization)
+    assert asked == [torch.int8] * (quantization == "int8")
     assert kinds == {"decoder": {kind}, "head": {IntegerLinear}}
     assert [len(sampled) for sampled in tokens] == [12] * 3
 

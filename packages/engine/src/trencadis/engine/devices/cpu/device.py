@@ -302,8 +302,8 @@ class CPUDevice(Device):
         embeddings = {
             each[2].steps.data_ptr(): each for each in layers_of(model, QuantizedEmbedding)
         }
-
-        rounding = {weights for weights in layers if self._loads_byte_kernel_of(weights)}
+        asked = {each[2].steps.dtype for each in integers if each[2].rounds_inputs}
+        rounding = {weights for weights in asked if self._loads_byte_kernel_of(weights)}
 
         def tiled(layer: QuantizedLinear) -> IntegerLinear:
             rounds = layer.rounds_inputs and layer.steps.dtype in rounding
