@@ -12,7 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from trencadis.engine.devices import CPUDevice
+from trencadis.engine.devices.cpu import device as cpu_device
 from trencadis.engine.devices.cpu.huge_pages import move_to_huge_pages
+from trencadis.engine.devices.cpu.native_kernel import NoKernel
+from trencadis.engine.devices.cpu.onednn_linear import OneDNNLinear, onednn_packs_bf16
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="not on Linux")
 
@@ -49,6 +53,25 @@ def test_every_buffer_keeps_its_value_and_a_shared_one_stays_one() -> None:
     ends = [place + size for place, size in places]
     assert all(end <= place for end, (place, _) in zip(ends, places[1:], strict=False))
     assert places[-1][0] - places[0][0] < sum(size for _, size in places)
+
+
+@pytest.mark.skipif(not onednn_packs_bf16(), reason="oneDNN packs no bf16 here")
+def test_a_model_whose_weights_onednn_has_packed_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a processor with products of tiles (AMX), or without a compiler."""
+
+    def no_kernel(*_: object, **__: object) -> None:
+        raise NoKernel("none here")
+
+    monkeypatch.setattr(cpu_device, "load_linear_kernel", no_kernel)
+    monkeypatch.setattr(CPUDevice, "_attention_of", lambda self, model: None)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, dtype=torch.bfloat16) for _ in range(3)))
+    rows = torch.randn(4, 1024).bfloat16()
+    CPUDevice().optimize(model)
+    assert all(isinstance(layer, OneDNNLinear) for layer in model)
+    assert all(layer.packed.is_mkldnn for layer in model)
+    assert model(rows).isfinite().all()
 
 
 def test_the_area_is_in_huge_pages_and_is_freed_with_its_tensors() -> None:

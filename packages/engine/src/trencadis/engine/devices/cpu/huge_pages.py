@@ -28,7 +28,7 @@ _TRIMMED_BYTES = 64 << 20
 
 
 def move_to_huge_pages(model: nn.Module) -> None:
-    """Move the buffers of a model, where the kernel has huge pages.
+    """Move the buffers of a model, where the kernel has huge pages, but for weights of oneDNN.
 
     A tensor that several modules have stays one. The area is freed with the last of them.
     """
@@ -40,7 +40,7 @@ def move_to_huge_pages(model: nn.Module) -> None:
     end = 0
     for module in model.modules():
         for name, tensor in module.named_buffers(recurse=False):
-            if tensor.nbytes < _LEAST_BYTES or not tensor.is_contiguous():
+            if not _is_movable(tensor):
                 continue
             owners.setdefault(id(tensor), []).append((module, name))
             if id(tensor) not in places:
@@ -65,6 +65,12 @@ def move_to_huge_pages(model: nn.Module) -> None:
             trimmed = places[key]
             _trim()
     _trim()
+
+
+def _is_movable(tensor: torch.Tensor) -> bool:
+    """Whether it has many numbers and knows them by address: what oneDNN has packed does not."""
+    is_large = tensor.nbytes >= _LEAST_BYTES
+    return is_large and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def _trim() -> None:
