@@ -25,7 +25,7 @@ from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import device as cpu_device
-from trencadis.engine.devices.cpu import expert_products, router_products
+from trencadis.engine.devices.cpu import expert_products, native_kernel, router_products
 from trencadis.engine.devices.cpu import tiled_linear as linears
 from trencadis.engine.devices.cpu.expert_products import TiledExperts, load_expert_kernel
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
@@ -95,6 +95,17 @@ def rounded(experts: MixtralExperts) -> MixtralExperts:
     packed = copy.deepcopy(experts)
     round_experts([packed], rounded_int8)
     return packed
+
+
+def unpacked(experts: MixtralExperts) -> Any:
+    """What rounded experts mean, in fp32."""
+    exact = attrs.make_class("Exact", [*MATRICES, "num_experts"])
+    number = experts.num_experts
+    both = (
+        [packed_weight(experts, matrix, each).unpacked() for each in range(number)]
+        for matrix in MATRICES
+    )
+    return exact(*both, number)
 
 
 def batch(
@@ -175,14 +186,7 @@ def test_the_sum_of_experts_is_that_of_numpy(
     given = batch(tokens, number, of_token, hidden)
     tiled = TiledExperts(experts)
     found = with_threads(threads, lambda: tiled(*given))
-    if packed:
-        exact = attrs.make_class("Exact", ["gate_up_proj", "down_proj", "num_experts"])
-        both = (
-            [packed_weight(experts, matrix, each).unpacked() for each in range(number)]
-            for matrix in MATRICES
-        )
-        experts = exact(*both, number)
-    assert_right(found, experts, *given)
+    assert_right(found, unpacked(experts) if packed else experts, *given)
 
 
 @pytest.mark.usefixtures("widens")
@@ -252,6 +256,23 @@ def test_rows_of_another_type_or_width_are_refused() -> None:
     for rows in (torch.ones(3, 32).bfloat16(), torch.ones(3, 64)):
         with pytest.raises(ValueError, match=r"for experts of 64 numbers of torch\.bfloat16"):
             tiled(rows, torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.int8])
+def test_without_vectors_of_512_bits_experts_are_computed_by_those_of_256(
+    weights: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_kernel, "_FLAGS", (*native_kernel._FLAGS, "-mno-avx512f"))
+    for module in (linears, expert_products):
+        monkeypatch.setattr(module, "_KERNELS", {})
+    load_expert_kernel(weights=weights)
+    assert expert_products._KERNELS[weights].columns == 16
+    plain = plain_experts(5, 96, 38)
+    held = rounded(plain) if weights is torch.int8 else plain
+    for tokens in (1, 7, 40):
+        given = batch(tokens, 5, 2, 96)
+        exact: Any = held if weights is torch.bfloat16 else unpacked(held)
+        assert_right(TiledExperts(held)(*given), exact, *given)
 
 
 def test_int8_experts_take_half_of_the_memory() -> None:
