@@ -135,6 +135,31 @@ def test_without_room_or_right_to_write_the_users_own_cache_serves(
     assert len(list(home.glob("kernels/*.so"))) == 1
 
 
+def test_a_directory_takes_what_the_users_own_cache_has(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compilations: list[list[str]],
+) -> None:
+    """If it is whole, and nobody else can have written it."""
+    home = tmp_path / "home"
+    monkeypatch.setattr(native_kernel.platformdirs, "user_cache_dir", lambda _: str(home))
+    load_kernel(source, ["ANSWER=42"])
+    (made,) = home.glob("kernels/*.so")
+    assert load_kernel(source, ["ANSWER=42"], tmp_path / "copies").answer() == 42
+    assert len(compilations) == 1
+    copies = {path.name: path.read_bytes() for path in (tmp_path / "copies").iterdir()}
+    assert copies == {path.name: path.read_bytes() for path in made.parent.iterdir()}
+    made.parent.chmod(0o777)
+    assert load_kernel(source, ["ANSWER=42"], tmp_path / "other").answer() == 42
+    assert len(compilations) == 2
+    made.parent.chmod(0o700)
+    made.unlink()  # this process has loaded it
+    made.write_bytes(b"not to be loaded")
+    assert load_kernel(source, ["ANSWER=42"], tmp_path / "third").answer() == 42
+    assert len(compilations) == 3
+
+
 @pytest.mark.parametrize(
     ("text", "compiler", "reason"),
     [

@@ -60,8 +60,8 @@ def load_kernel(
     """The library of ``source``, compiled with ``definitions`` (``D=64``) unless it was before.
 
     Compiled libraries are in ``directory``, or where that cannot be used, and by default, in the
-    user's cache directory. ``trusted``: those of other users are loaded, too.
-    Raises `NoKernel`.
+    user's cache directory, from which a directory that lacks one takes a copy. ``trusted``: those
+    of other users are loaded, too. Raises `NoKernel`.
     """
     try:
         compiler = _find_compiler()
@@ -71,9 +71,11 @@ def load_kernel(
     except OSError as error:
         raise NoKernel(str(error)) from error
 
+    of_user = Path(platformdirs.user_cache_dir("trencadis")) / "kernels"
+
     def load(parent: Path, trusted: bool) -> ctypes.CDLL:
         library = _own_directory(parent, trusted) / name
-        if not _is_whole(library, trusted):
+        if not _is_whole(library, trusted) and not _copied(of_user / name, library):
             _compile(compiler, flags, source, library)
         return ctypes.CDLL(str(library))
 
@@ -83,7 +85,7 @@ def load_kernel(
                 return load(directory, trusted)
             except (OSError, NoKernel) as error:
                 logger.warning("The %s kernel of %s is not used: %s", source.stem, directory, error)
-        return load(Path(platformdirs.user_cache_dir("trencadis")) / "kernels", False)
+        return load(of_user, False)
     except OSError as error:
         raise NoKernel(str(error)) from error
 
@@ -135,6 +137,23 @@ def _own_directory(directory: Path, trusted: bool) -> Path:
     return resolved
 
 
+def _copied(made: Path, library: Path) -> bool:
+    """Whether ``library`` is now a copy of ``made``, which only this user can have written."""
+    try:
+        if not made.exists():
+            return False
+        _own_directory(made.parent, False)
+        if not _is_whole(made, False):
+            return False
+        with tempfile.TemporaryDirectory(prefix=".copying-", dir=library.parent) as scratch:
+            copy = Path(scratch) / library.name
+            shutil.copyfile(made, copy)
+            _place(copy, library)
+    except OSError:
+        return False
+    return True
+
+
 def _compile(compiler: str, flags: Sequence[str], source: Path, library: Path) -> None:
     """Compile to ``library``, which appears complete or not at all."""
     with tempfile.TemporaryDirectory(prefix=".compiling-", dir=library.parent) as scratch:
@@ -150,10 +169,15 @@ def _compile(compiler: str, flags: Sequence[str], source: Path, library: Path) -
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             telling = next((line for line in lines if "error:" in line), lines[0])
             raise NoKernel(f"{compiler} failed: {telling}")
-        digest = made.with_suffix(_DIGEST)
-        digest.write_text(_digest(made))
-        made.replace(library)
-        digest.replace(library.with_suffix(_DIGEST))
+        _place(made, library)
+
+
+def _place(made: Path, library: Path) -> None:
+    """Move a library, and a checksum of it, into their place."""
+    digest = made.with_suffix(_DIGEST)
+    digest.write_text(_digest(made))
+    made.replace(library)
+    digest.replace(library.with_suffix(_DIGEST))
 
 
 def _is_whole(library: Path, trusted: bool) -> bool:
