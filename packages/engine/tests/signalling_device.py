@@ -19,7 +19,10 @@ SIGNAL_FILE = "TRENCADIS_TEST_SIGNAL_FILE"
 
 
 class SignallingCPU(CPUDevice):
-    """As `CPUDevice`."""
+    """Slow, so that on a busy machine too a request of 200 tokens outlives the order to switch."""
+
+    def mark_step(self) -> None:
+        time.sleep(0.003)
 
 
 def _signalled(name: str, step: reconfigure.Step) -> reconfigure.Step:
