@@ -132,25 +132,37 @@ GAUDI_SAMPLE = (
 take ten to forty minutes in each mode: ``tests_long``."""
 
 LONG = (
+    "packages/engine/tests/test_adapters.py::test_forty_adapters_of_many_ranks",
     "packages/engine/tests/test_compile_cache.py::test_a_check_on_a_gaudi_runs_the_buckets",
     "packages/engine/tests/test_compile_cache.py::test_two_servers_fill_one_cold_directory",
     "packages/engine/tests/test_device_sampler.py",
+    "packages/engine/tests/test_doctor.py::test_a_warm_up_whose_programs_are_compiled_again"
+    "_is_found[eager]",
     "packages/engine/tests/test_doctor.py::test_all_checks_pass_on_the_stand_in[eager]",
     "packages/engine/tests/test_doctor.py::test_kernels_that_differ_raise_or_hang",
+    "packages/engine/tests/test_doctor.py::test_other_tokens_after_a_warm_up_are_found[eager]",
     "packages/engine/tests/test_doctor.py::test_other_tokens_than_those_of_the_cpu_are_found",
-    "packages/engine/tests/test_gaudi_switches.py",
+    "packages/engine/tests/test_doctor.py::test_wrong_tokens_of_a_shared_prefix_alone"
+    "_are_found[eager]",
+    "packages/engine/tests/test_gaudi_fp8_cache.py::test_shared_blocks_are_scored_once_in_fp8[eager]",
+    "packages/engine/tests/test_gaudi_fp8_cache.py::"
+    "test_the_simulator_reads_as_much_less_in_fp8_as_the_engine[eager]",
+    "packages/engine/tests/test_gaudi_fp8_cache.py::"
+    "test_tokens_are_the_same_whatever_moves_the_blocks[eager]",
     "packages/engine/tests/test_gaudi_ranks.py::"
     "test_two_gaudis_serve_what_one_process_serves[eager",
+    "packages/engine/tests/test_gaudi_switches.py",
     "packages/engine/tests/test_hpu_device.py::test_a_real_model_gives_the_tokens_of_the_cpu[eager]",
     "packages/engine/tests/test_hpu_device.py::test_decode_that_gathers_its_blocks",
-    "packages/engine/tests/test_kept_programs.py::test_any_order_of_sleeps_switches_and_failures",
     "packages/engine/tests/test_kept_programs.py::"
     "test_a_switch_back_traces_nothing_nor_does_a_switch_to_a_model_of_the_same_structure[107",
+    "packages/engine/tests/test_kept_programs.py::test_any_order_of_sleeps_switches_and_failures",
     "packages/engine/tests/test_kept_programs.py::test_programs_are_dropped_where_the_cache",
     "packages/engine/tests/test_prompt_logprobs.py::test_a_gaudi_compiles_nothing_for_them[eager]",
+    "packages/engine/tests/test_rank_adapters.py::test_ranks_compute_what_peft_does[2-sizes1]",
     "packages/engine/tests/test_rank_faults.py",
-    "packages/engine/tests/test_ranks.py::test_a_model_that_cannot_be_divided_is_rejected[Phi-3",
     "packages/engine/tests/test_ranks.py::test_a_model_that_cannot_be_divided_is_rejected[GPT-2",
+    "packages/engine/tests/test_ranks.py::test_a_model_that_cannot_be_divided_is_rejected[Phi-3",
     "packages/engine/tests/test_ranks.py::"
     "test_a_rank_that_fails_in_a_step_is_recovered_from[rank 0 is killed]",
     "packages/engine/tests/test_ranks.py::"
@@ -158,12 +170,18 @@ LONG = (
     "packages/engine/tests/test_ranks.py::test_families_get_the_tokens_of_one_process[Gemma",
     "packages/engine/tests/test_ranks.py::test_families_get_the_tokens_of_one_process[Mixtral-4",
     "packages/engine/tests/test_ranks.py::test_families_get_the_tokens_of_one_process[Qwen",
+    "packages/engine/tests/test_ranks.py::test_ranks_divide_packed_weights[fp8",
     "packages/engine/tests/test_ranks.py::test_ranks_divide_packed_weights[gptq",
     "packages/engine/tests/test_ranks.py::test_ranks_divide_packed_weights[pack",
-    "packages/engine/tests/test_ranks.py::test_ranks_divide_packed_weights[fp8",
     "packages/engine/tests/test_real_model.py::test_served_at_once_under_pressure_every_token",
     "packages/engine/tests/test_real_model.py::test_sharing_contiguous_reading_and_defragmentation",
     "packages/engine/tests/test_real_switches.py",
+    "packages/engine/tests/test_recent_blocks.py::"
+    "test_a_decode_reads_the_window_and_not_the_context[eager]",
+    "packages/engine/tests/test_recent_blocks.py::"
+    "test_tokens_are_those_of_transformers[Gemma 2-False-eager]",
+    "packages/engine/tests/test_recent_blocks.py::"
+    "test_tokens_are_those_of_transformers[Mistral v0.1-False-eager]",
     "packages/engine/tests/test_reconfigure.py::test_a_gaudi_gives_its_memory_back",
     "packages/engine/tests/test_recorded_layers.py::test_replayed_layers_attend_within_their_windows",
     "packages/engine/tests/test_shared_prefix.py",
@@ -179,7 +197,10 @@ LONG = (
     "test_every_answer_is_one_that_the_description_has[POST /v1/chat/completions/batch]",
     "packages/server/tests/test_chaos.py",
     "packages/server/tests/test_server_real.py::test_a_chat_template_of_ones_own",
+    "packages/server/tests/test_server_real.py::test_a_core_that_dies_is_replaced",
     "packages/server/tests/test_server_real.py::test_a_signal_in_the_middle_of_compiling",
+    "packages/server/tests/test_server_real.py::test_a_signal_leaves_no_process_behind[2]",
+    "packages/server/tests/test_tensor_parallel.py::test_two_ranks_switch_to_the_model",
     "packages/server/tests/test_warm_up_real.py::test_a_gaudi_in_its_default_mode_draws_by_seed",
     "packages/server/tests/test_warm_up_real.py::test_a_server_that_pads_nothing",
 )
