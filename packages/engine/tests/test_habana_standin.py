@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -296,6 +297,35 @@ def test_a_replay_on_inputs_of_another_size_is_refused(lazy_gaudi):
     assert output.tolist() == [2, 2, 2, 2]
     with pytest.raises(RuntimeError, match="Input Sizes is not same"):
         graph.replayV3([torch.ones(1, device=DEVICE)])
+
+
+def test_marked_inputs_are_those_of_each_replay_and_are_not_held(lazy_gaudi):
+    """Also what is read through a view, or written in place; it may lie elsewhere then."""
+
+    def made():
+        torch.manual_seed(0)
+        weight, cache = torch.randn(3, 2), torch.zeros(4, 2)
+        return weight.to(DEVICE), cache.to(DEVICE)
+
+    weight, cache = made()
+    rows, slots = torch.ones(1, 3, device=DEVICE), torch.tensor([2], device=DEVICE)
+    graph = torch.hpu.HPUGraph()
+    graph.capture_begin(dry_run=True)
+    graph.mark_user_inputs([weight, cache])
+    cache.index_copy_(0, slots, rows @ weight.view(3, 2))
+    output = cache.sum()
+    graph.capture_end()
+    before = lazy_gaudi.memory.in_use
+    del weight, cache
+    gc.collect()
+    assert lazy_gaudi.memory.in_use == before - 4 * (3 * 2 + 4 * 2)
+    for factor in (1, 3):
+        weight, cache = made()
+        weight = weight * factor
+        graph.replayV3([weight, cache])
+        expected = weight.cpu().sum(0)
+        assert torch.allclose(cache.cpu()[2], expected)
+        assert torch.allclose(output.detach().cpu(), expected.sum())
 
 
 def test_a_dry_run_computes_nothing(lazy_gaudi):

@@ -22,6 +22,7 @@ from trencadis.engine import (
 )
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.devices import HPUDevice
 from trencadis.engine.runner.cache_sizing import CacheSizing
 from trencadis.engine.runner.kept_programs import MAX_KEPT, ProgramStore
 from trencadis.engine.runner.worker import Worker
@@ -256,21 +257,40 @@ def test_any_order_of_sleeps_switches_and_failures_changes_no_token_and_traces_n
 
 
 @pytest.mark.slow
-def test_lazy_mode_captures_its_graphs_again_without_a_new_recipe(
-    lazy_gaudi: Any, models: dict[str, Path]
+def test_lazy_mode_captures_a_graph_again_only_after_its_weights_were_discarded(
+    lazy_gaudi: Any, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each replay of a graph is given the weights and the cache that there are then."""
+    captures, capture = [], HPUDevice.capture
+
+    def counted(*given: Any) -> Any:
+        captures.append(given)
+        return capture(*given)
+
+    monkeypatch.setattr(HPUDevice, "capture", counted)
     configs = {name: config_of(models[name]) for name in ("one", "other")}
+    expected = {name: on_cpu(models[name]) for name in configs}
     core, switcher = started(configs["one"])
-    expected, graphs = serve(core), core.stats.num_graphs
-    assert graphs > 0
+    assert serve(core) == expected["one"]
+    graphs = {"one": core.stats.num_graphs}
     switch(switcher, configs["other"])
-    switch(switcher, configs["one"])
-    for level in (1, 2, 1):
-        switcher.sleep(level)
-        before = compiled(lazy_gaudi)
-        switcher.wake_up()
-        assert (serve(core), core.stats.num_graphs) == (expected, graphs)
-        assert compiled(lazy_gaudi) == before
+    assert serve(core) == expected["other"]
+    graphs["other"] = core.stats.num_graphs
+    assert min(graphs.values()) > 0
+    for active in ("one", "other", "one"):
+        before, recipes = len(captures), compiled(lazy_gaudi)
+        switch(switcher, configs[active])
+        assert (serve(core), core.stats.num_graphs) == (expected[active], graphs[active])
+        for _ in range(2):
+            switcher.sleep(1)
+            switcher.wake_up()
+            assert (serve(core), core.stats.num_graphs) == (expected[active], graphs[active])
+        assert (len(captures), compiled(lazy_gaudi)) == (before, recipes)
+    switcher.sleep(2)
+    switcher.wake_up()
+    assert (serve(core), core.stats.num_graphs) == (expected["one"], graphs["one"])
+    assert len(captures) == before + graphs["one"]
+    assert compiled(lazy_gaudi) == recipes
 
 
 class Net(nn.Module):

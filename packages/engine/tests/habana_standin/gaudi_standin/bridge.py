@@ -129,8 +129,14 @@ class Bridge:
             if not capture.dry_run:
                 self._run(program)
                 self._count_launch(traffic)
-            frozen.append(FrozenProgram(program, capture.made_inside - shared, traffic))
+            inside = capture.made_inside - shared
+            frozen.append(FrozenProgram(program, inside, traffic, capture.marked))
         return frozen
+
+    def mark_inputs(self, tensors: Sequence[HPUTensor]) -> None:
+        """These are the user's: each replay of what is captured is given others."""
+        assert self._capture is not None
+        self._capture.marked = [tensor.buffer for tensor in tensors]
 
     @torch.compiler.disable
     def read(self, tensor: HPUTensor, what: str, *, blocking: bool = True) -> torch.Tensor:
@@ -173,16 +179,6 @@ class Bridge:
     def place(self, value: torch.Tensor) -> HPUTensor:
         """``value`` as it is, in memory of its own."""
         return HPUTensor(Buffer(value, self._allocate(value.untyped_storage().nbytes())))
-
-    def rebind(self, marked: Sequence[HPUTensor], given: Sequence[torch.Tensor]) -> None:
-        """Let a graph read ``given`` where it read ``marked``: addresses change, nothing is copied.
-
-        The stand-in's graphs have fixed addresses, so the values are moved instead.
-        """
-        self.flush()
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for old, new in zip(marked, given, strict=True):
-                old.buffer.value.copy_(self.value_of(new))
 
     # What PyTorch calls.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -108,6 +108,7 @@ class Capture:
     def __init__(self, *, dry_run: bool) -> None:
         self.dry_run = dry_run
         self.broken = False
+        self.marked: list[Buffer] = []
         self.programs: list[Program] = []
         self.made_inside: set[int] = set()
         self._current = Program()
@@ -147,19 +148,53 @@ class _Slot:
     index: int
 
 
+@attrs.frozen
+class _Given:
+    """A user's input, or a view of it: the number of the input, and where the view lies in it."""
+
+    number: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, number: int, marked: Buffer, buffer: Buffer) -> _Given:
+        value = buffer.value
+        offset = value.storage_offset() - marked.value.storage_offset()
+        return cls(number, tuple(value.shape), value.stride(), offset, value.dtype)
+
+    def within(self, given: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(0, dtype=self.dtype)
+        at = self.offset + given.storage_offset()
+        return made.set_(given.untyped_storage(), at, self.size, self.stride)  # type: ignore[arg-type]
+
+
 class FrozenProgram:
     """A captured program, run again on the same memory.
 
-    What was there before and what the host can still see after the capture keeps its place; the
-    rest exists during a replay alone.
+    What was there before and what the host can still see after the capture keeps its place, but
+    for inputs that were ``marked`` as the user's: those are given to each run, and not held
+    (``lazy_executor.cpp:140-168``, ``HPUGraph.cpp:540-545, 567-592``). The rest exists during a
+    replay alone.
     """
 
-    def __init__(self, program: Program, made_inside: set[int], traffic: Traffic) -> None:
+    def __init__(
+        self,
+        program: Program,
+        made_inside: set[int],
+        traffic: Traffic,
+        marked: Sequence[Buffer] = (),
+    ) -> None:
         self.traffic = traffic
+        places = enumerate(marked)
+        self._marked = {id(buffer.allocation): (number, buffer) for number, buffer in places}
+        self._given: dict[int, _Given] = {}
         self._fixed: dict[int, Buffer] = {}
         self._indices: dict[int, int] = {}
         self._made_inside = made_inside
         self._steps = [self._step(call) for call in program.calls]
+        self._marked = {}
         self._last_use = self._find_last_uses()
         fixed = [buffer.allocation for buffer in self._fixed.values()]
         self.inputs = {a for a in fixed if id(a) not in made_inside}
@@ -167,13 +202,15 @@ class FrozenProgram:
         self.outputs = {a for a in fixed if id(a) in made_inside}
         """What it makes that keeps its place."""
 
-    def run(self) -> None:
-        passing: dict[int, torch.Tensor] = {}
+    def run(self, given: Sequence[torch.Tensor] = ()) -> None:
+        """``given``: the user's inputs."""
+        passing = {index: own.within(given[own.number]) for index, own in self._given.items()}
         for number, (call, leaves, outputs) in enumerate(self._steps):
-            if call.kind != "view" or not self._is_fixed(outputs[0]):
+            if call.kind != "view" or not self._has_place(outputs[0]):
                 self._run_step(call, leaves, outputs, passing)
             for index in self._last_use.get(number, ()):
-                passing.pop(index, None)
+                if index not in self._given:
+                    passing.pop(index, None)
 
     def _run_step(
         self,
@@ -201,6 +238,9 @@ class FrozenProgram:
     def _is_fixed(self, slot: _Slot) -> bool:
         return slot.index in self._fixed
 
+    def _has_place(self, slot: _Slot) -> bool:
+        return self._is_fixed(slot) or slot.index in self._given
+
     def _step(self, call: Call) -> tuple[Call, tuple[Any, ...], tuple[_Slot, ...]]:
         leaves = tuple(
             self._slot(x, is_read=True) if isinstance(x, Buffer) else x for x in call.leaves
@@ -211,6 +251,9 @@ class FrozenProgram:
     def _slot(self, buffer: Buffer, *, is_read: bool) -> _Slot:
         is_new = id(buffer) not in self._indices
         index = self._indices.setdefault(id(buffer), len(self._indices))
+        if id(buffer.allocation) in self._marked:
+            self._given[index] = _Given.of(*self._marked[id(buffer.allocation)], buffer)
+            return _Slot(index)
         stays = id(buffer.allocation) not in self._made_inside or buffer.allocation.users > 0
         if stays or (is_read and is_new):  # read before any call has made it: it was allocated only
             self._fixed[index] = buffer

@@ -81,11 +81,17 @@ class CUDADevice(Device):
     def optimize(self, model: nn.Module) -> None:
         """Nothing to do: cuBLAS needs no special weight layout."""
 
-    def capture(self, run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Graph:
+    def capture(
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor] = (),
+    ) -> Graph:
         """Capture ``run(*inputs)`` as a CUDA graph.
 
         All graphs share a memory pool, so a result is valid only until any graph is replayed.
         """
+        del own
         buffers = own_buffers(inputs)
         self._warm_up(run, buffers)
         graph = torch.cuda.CUDAGraph()

@@ -25,15 +25,20 @@ class Graph(abc.ABC):
     """A captured computation for inputs of one shape. It can be replayed on other inputs."""
 
     @abc.abstractmethod
-    def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
+    def replay(self, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor] = ()) -> Any:
         """Copy ``inputs`` into the graph's buffers and run it.
 
+        ``own``: what takes the place of those that it was captured with, where
+        `Device.graphs_take_tensors`.
         The result is that of the captured function, a tensor or a tuple of tensors. The next replay
         overwrites it.
 
         Raises `GraphError` for inputs of another shape or dtype than the captured ones, and after
         `release`.
         """
+
+    def forget(self) -> None:  # noqa: B027 - most graphs cannot
+        """Hold no tensor that it was given, until the next replay."""
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -81,6 +86,9 @@ class Device(abc.ABC):
 
     supports_graphs: bool = False
     """Whether `capture` works."""
+
+    graphs_take_tensors: bool = False
+    """Whether weights and KV cache are given to each replay of a graph, which holds neither."""
 
     dynamic_shapes: bool = True
     """Whether an operation runs on a new shape, or on a shape that depends on data, without being
@@ -238,10 +246,16 @@ class Device(abc.ABC):
     def mark_step(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Let a lazy device execute the operations collected so far."""
 
-    def capture(self, run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Graph:
+    def capture(
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor] = (),
+    ) -> Graph:
         """Capture ``run(*inputs)`` as a graph. Only where `supports_graphs`.
 
-        ``run`` returns a tensor or a tuple of tensors.
+        ``own``: tensors that it uses, and that others may take the place of in a replay, where
+        `graphs_take_tensors`. ``run`` returns a tensor or a tuple of tensors.
         """
         raise NotImplementedError(f"{self.name} captures no graphs")
 

@@ -34,7 +34,8 @@ class RecordedGraph(Graph):
         self._replay = replay
         self._forget = forget
 
-    def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
+    def replay(self, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor] = ()) -> Any:
+        del own  # it has their addresses
         if self._output is None:
             raise GraphError("the graph was released: capture its shape again")
         check_inputs([(tuple(t.shape), t.dtype) for t in self._buffers], inputs)

@@ -52,8 +52,12 @@ def count_calls(device: Device) -> DeviceCounts:
 
         return counted_program
 
-    def counted_capture(run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Graph:
-        graph = _CountedGraph(capture(run, inputs), counts)
+    def counted_capture(
+        run: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor] = (),
+    ) -> Graph:
+        graph = _CountedGraph(capture(run, inputs, own), counts)
         counts.captured += 1
         return graph
 
@@ -78,9 +82,12 @@ class _CountedGraph(Graph):
         self._graph = graph
         self._counts = counts
 
-    def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
+    def replay(self, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor] = ()) -> Any:
         self._counts.replays += 1
-        return self._graph.replay(inputs)
+        return self._graph.replay(inputs, own)
+
+    def forget(self) -> None:
+        self._graph.forget()
 
     def release(self) -> None:
         self._graph.release()

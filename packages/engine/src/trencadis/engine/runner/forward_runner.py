@@ -23,6 +23,7 @@ from trencadis.engine.models.decoder_layers import (
     LayersReached,
     Recording,
     depends_on_symbols,
+    tensors_of,
 )
 from trencadis.engine.models.layer_spec import windows_of
 from trencadis.engine.models.logit_head import take_last_hidden
@@ -110,6 +111,7 @@ class ForwardRunner:
             self.states.pass_context_on()
         self._own: OwnTensors | None = None
         self._replayed = ReplayedSteps(device.attention, self._dtype)
+        self._for_graphs: list[torch.Tensor] | None = None
         self._programs = programs or KeptPrograms()
         self._layer_runs: dict[Hashable, LayerRun] = {}
         self._kept: dict[Hashable, bool] = {}
@@ -229,12 +231,12 @@ class ForwardRunner:
         def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self._compute(captured.with_inputs(*inputs))
 
-        self._graphs[batch.shape] = self._device.capture(run, batch.inputs)
+        self._graphs[batch.shape] = self._device.capture(run, batch.inputs, self._given_to_graphs())
         self._programs.warmed_up.add(self._program_key(batch.shape))
 
     def use_cache(self, cache: KVCache) -> None:
         """Compute with another cache of the same sizes. The programs stay those of warm-up."""
-        self._cache, self._own = cache, None
+        self._cache, self._own, self._for_graphs = cache, None, None
         self._use_states(cache)
         if self._layers is not None:
             self._layers.use_cache(cache)
@@ -254,31 +256,53 @@ class ForwardRunner:
     def keeps_programs(self) -> bool:
         """Whether programs stay valid when weights and cache are released and come back.
 
-        A graph has the addresses of both. The program of a layer has them too, unless all of the
-        forward pass is programs, which are given weights and cache with each batch.
+        A graph has the addresses of both, unless it is given them with each replay. The program of
+        a layer has them too, unless all of the forward pass is programs, which are given them.
         """
+        if self._keeps_graphs:
+            return True
         if self._device.shares_host_memory:
             return self._shares_programs or not self._compiles_layers
         return self._device.compiles_forward and not self._device.supports_graphs
 
+    @property
+    def _keeps_graphs(self) -> bool:
+        """Not with states or adapters, whose tensors are not given to graphs."""
+        return (
+            self._device.supports_graphs
+            and self._device.graphs_take_tensors
+            and self.states is None
+            and self.adapters is None
+            and not self._compiles_layers
+        )
+
     def discard_model(self) -> None:
         """Release the model too. The counters stay; nothing runs any more."""
         self.release_all()
+        self.release_graphs()
         self._model, self.adapters, self.states = nn.Module(), None, None
 
     def release_all(self) -> None:
         """Release graphs, what is held of weights and cache, and programs that hold either."""
         if not self.keeps_programs:
             self._programs.clear()
-        for graph in self._graphs.values():
-            graph.release()
-        self._graphs.clear()
+        if self._keeps_graphs:
+            for graph in self._graphs.values():
+                graph.forget()
+        else:
+            self.release_graphs()
         self._layer_runs.clear()
         self._replayed.clear()
-        self._own = None
+        self._own = self._for_graphs = None
         if self._layers is not None:
             self._layers.release()
             self._layers = None
+
+    def release_graphs(self) -> None:
+        """Release all graphs."""
+        for graph in self._graphs.values():
+            graph.release()
+        self._graphs.clear()
 
     def release(self, shape: ForwardShape) -> None:
         """Release the graph of this shape."""
@@ -387,6 +411,17 @@ class ForwardRunner:
             self._own = OwnTensors.of(self._model, self._decoder_layers())
         return self._own
 
+    def _given_to_graphs(self) -> Sequence[torch.Tensor]:
+        """Weights, buffers and KV cache, in an order that stays."""
+        if not self._keeps_graphs:
+            return ()
+        if self._for_graphs is None:
+            cache, own = self._cache, [*tensors_of(self._model).values()]
+            for number in range(cache.num_layers):
+                own += (cache.key(number), cache.value(number))
+            self._for_graphs = own
+        return self._for_graphs
+
     def _run(self, batch: ModelInput) -> ForwardOutput:
         computed: Sequence[torch.Tensor]
         graph, program = self._graphs.get(batch.shape), self._programs.forward.get(batch.shape)
@@ -404,7 +439,7 @@ class ForwardRunner:
             else:
                 computed = self._compute(batch)
         else:
-            computed = graph.replay(batch.inputs)
+            computed = graph.replay(batch.inputs, self._given_to_graphs())
         if self.states is not None and batch.state_places is not None:
             self.states.note(batch.state_rows)
         self._device.mark_step()

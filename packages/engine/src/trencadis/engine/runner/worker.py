@@ -327,6 +327,7 @@ class Worker:
             num_host_blocks + self.num_staging_blocks,
             num_snapshots=self._num_snapshots,
         )
+        self.device.mark_step()  # a lazy device compiles its zeros apart from the first batch
 
     def _fits(self, num_blocks: int) -> bool:
         """Whether a cache of so many blocks fits beside the largest batch now, if it is any.
@@ -588,6 +589,7 @@ class Worker:
         in_place = self.device.shares_host_memory
         if not in_place:
             move_weights(self._model, self.device.torch_device)
+            self.device.mark_step()  # as after a load
         programs = self._programs
         if self._programs_outlive:
             programs = self._program_store.of(self._model, self.config, programs)
@@ -598,6 +600,7 @@ class Worker:
             self._make_cache(num_blocks, self._sizing.num_host_blocks())
             self.runner.use_cache(self.cache)
         else:
+            self.runner.forward_runner.release_graphs()
             self._programs = programs
             self.grids = self._choice.sequence_grids()
             self.background = None

@@ -61,6 +61,7 @@ class HPUDevice(Device):
     compiles_forward = True
     counts_missing = True
     static_states = True
+    graphs_take_tensors = True
     kv_cache_dtypes = frozenset({"fp8", "fp8_inc", "fp8_e4m3", "fp8_e5m2"})
     largest_cached = LARGEST
     collectives = "hccl"
@@ -205,21 +206,39 @@ class HPUDevice(Device):
             for layer in decoder_layers(model):
                 layer.register_forward_hook(lambda *_: self.mark_step())
 
-    def capture(self, run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Graph:
+    def capture(
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor] = (),
+    ) -> Graph:
         """Capture ``run(*inputs)`` as an HPU graph, running it once.
 
         A graph must not contain copies to or from the host, shapes or branches that depend on
         values, or in-place updates of views:
         https://docs.habana.ai/en/latest/PyTorch/Inference_on_PyTorch/Inference_Using_HPU_Graphs.html
-        It keeps no tensors of its own between replays (``disable_tensor_cache``), as those of
-        vllm-gaudi (``vllm_gaudi/v1/worker/hpu_model_runner.py:1093-1096``). Raises `DeviceError`
-        outside lazy mode.
+        It is captured and replayed as those of vllm-gaudi, which keep no tensors of their own
+        between replays (``vllm_gaudi/v1/worker/hpu_model_runner.py:1093-1096``;
+        ``wrapped_hpugraph_forward`` of the bridge, ``hpu/graphs.py:592-657``), but for what that
+        wrapper does for each tensor in each replay. The bridge does not hold inputs that are marked
+        as the user's, and each replay takes those that it is given (``habana_lazy/
+        lazy_executor.cpp:140-168``, ``HPUGraph.cpp:540-545, 567-592``): so are ``own``. They must
+        not be views, of which it would take a copy. Raises `DeviceError` outside lazy mode.
         """
         if not self.supports_graphs:
             raise DeviceError(f"HPU graphs need the bridge's lazy mode: set {LAZY_MODE}=1")
-        wrap = self._bridge.hpu.wrap_in_hpu_graph_func
-        graph = HPUGraph(wrap(run, disable_tensor_cache=True), inputs)
-        graph.replay(own_buffers(inputs))
+        given = own_buffers(inputs)
+        captured = self._bridge.hpu.HPUGraph()
+        with self._bridge.hpu.stream(self._bridge.hpu.default_stream()):
+            captured.capture_begin(dry_run=True)
+            try:
+                captured.mark_user_inputs([*given, *own])
+                outputs = run(*given)
+            finally:
+                captured.capture_end()
+        captured.mark_user_outputs([outputs] if isinstance(outputs, torch.Tensor) else [*outputs])
+        graph = HPUGraph(captured, outputs, inputs)
+        graph.replay(given, own)
         self.mark_step()  # what follows is compiled apart from it, as in traffic
         return graph
 
@@ -305,23 +324,29 @@ def sensor_indices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 class HPUGraph(Graph):
-    """A graph of ``wrap_in_hpu_graph_func``, for inputs of one shape.
+    """A graph of the bridge, for inputs of one shape.
 
-    The wrapped function reads the inputs where they lie, or copies them itself.
+    It reads the inputs where they lie.
     """
 
-    def __init__(self, wrapped: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
-        self._wrapped: Callable[..., Any] | None = wrapped
+    def __init__(self, captured: Any, outputs: Any, inputs: Sequence[torch.Tensor]) -> None:
+        self._captured: Any = captured
+        self._outputs = outputs
         self._recorded = [(tuple(t.shape), t.dtype) for t in inputs]
 
-    def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
-        if self._wrapped is None:
+    def replay(self, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor] = ()) -> Any:
+        if self._captured is None:
             raise GraphError("the graph was released: capture its shape again")
         check_inputs(self._recorded, inputs)
-        return new_aliases(self._wrapped(*inputs))
+        self._captured.replayV3([*inputs, *own])
+        return new_aliases(self._outputs)
+
+    def forget(self) -> None:
+        """The bridge holds those that a replay has written (``HPUGraph.cpp:211-219``)."""
+        self._captured.clear_inputs()
 
     def release(self) -> None:
-        self._wrapped = None
+        self._captured = self._outputs = None
 
 
 def select_rows(module: fx.GraphModule) -> None:

@@ -28,7 +28,7 @@ __all__ = ["HPUGraph", "graph", "wrap_in_hpu_graph", "wrap_in_hpu_graph_func"]
 class HPUGraph:
     def __init__(self) -> None:
         self._programs: list[FrozenProgram] = []
-        self._user_inputs: list[torch.Tensor] = []
+        self._sizes: list[torch.Size] = []
         self._generation = 0
 
     def capture_begin(self, dry_run: bool = False) -> None:
@@ -39,6 +39,9 @@ class HPUGraph:
 
     def replay(self, asynchronous: bool = False) -> None:
         """Run it again on what its input tensors hold now. A `StorageMoved` names no tensor."""
+        self._run(())
+
+    def _run(self, given: tuple[torch.Tensor, ...]) -> None:
         if BRIDGE.capturing:
             raise RuntimeError("GRAPH:: Capture in progress")
         BRIDGE.flush()
@@ -51,25 +54,34 @@ class HPUGraph:
         BRIDGE.counters.replays += 1
         with torch.inference_mode(mode=False), torch.no_grad():
             for program in self._programs:
-                program.run()
+                program.run(given)
                 BRIDGE.counters.move(program.traffic)
                 for allocation in program.outputs:
                     allocation.generation = self._generation
 
     def replayV3(self, tlistI: list[torch.Tensor], asynchronous: bool = False) -> None:  # noqa: N803
         """Replay on these tensors, which must have the sizes of those marked at capture."""
-        for marked, given in zip(self._user_inputs, tlistI, strict=True):
-            if marked.shape != given.shape:
+        for size, given in zip(self._sizes, tlistI, strict=True):
+            if size != given.shape:
                 raise RuntimeError(
                     "HPU GRAPH:: Mark User Input Sizes is not same Replay Input Sizes"
                 )
-        BRIDGE.rebind(self._user_inputs, tlistI)
-        self.replay(asynchronous)
+        BRIDGE.flush()
+        self._run(tuple(map(BRIDGE.value_of, tlistI)))
 
     def mark_user_inputs(self, static_tlist: list[torch.Tensor]) -> None:
         if not BRIDGE.capturing:
             raise RuntimeError("GRAPH:: mark_user_inputs must be while capturing in progress")
-        self._user_inputs = list(static_tlist)
+        BRIDGE.mark_inputs(static_tlist)
+        self._sizes = [tensor.shape for tensor in static_tlist]
+
+    def mark_user_outputs(self, static_tlist: list[torch.Tensor]) -> None:
+        """These stay between replays; all others are given back. So it is here anyway."""
+        if BRIDGE.capturing:
+            raise RuntimeError("GRAPH:: Capture in progress")
+
+    def clear_inputs(self) -> None:
+        """Let go of inputs that it writes (``HPUGraph.cpp:211-219``); here it holds none."""
 
     def reset(self) -> None:
         """Forget what was captured. ``HPUGraph::destroy`` also ends whatever capture is open."""
@@ -159,7 +171,6 @@ class _Wrapped:
             self.graphs[key] = self._capture(tensors, args, kwargs)
         captured, marked, outputs = self.graphs[key]
         if self._in_place:
-            captured._user_inputs = marked
             captured.replayV3(tensors)
         else:
             for buffer, given in zip(marked, tensors, strict=True):
@@ -173,6 +184,8 @@ class _Wrapped:
         captured = HPUGraph()
         with stream(default_stream()):
             captured.capture_begin(dry_run=True)
+            if self._in_place:
+                captured.mark_user_inputs(tensors)
             try:
                 outputs = self._func(*args, **kwargs)
             finally:
