@@ -205,7 +205,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine.devices.hpu": [
         {"bridge", "kernels"},
-        {"cached_rows", "fp8_linear"},
+        {"cached_rows", "fp8_linear", "graphs"},
         {"attention", "experts"},
         {"kernel_trials"},
         {"device"},

@@ -326,6 +326,13 @@ def test_marked_inputs_are_those_of_each_replay_and_are_not_held(lazy_gaudi):
         expected = weight.cpu().sum(0)
         assert torch.allclose(cache.cpu()[2], expected)
         assert torch.allclose(output.detach().cpu(), expected.sum())
+    before = lazy_gaudi.memory.in_use
+    del weight, cache
+    gc.collect()
+    assert lazy_gaudi.memory.in_use == before - 4 * (3 * 2), "what a replay wrote is held"
+    graph.clear_inputs()
+    gc.collect()
+    assert lazy_gaudi.memory.in_use == before - 4 * (3 * 2 + 4 * 2)
 
 
 def test_a_dry_run_computes_nothing(lazy_gaudi):

@@ -32,7 +32,8 @@ from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
 from trencadis.engine.devices.hpu import bridge
 from trencadis.engine.devices.hpu import device as hpu_device
 from trencadis.engine.devices.hpu.attention import RowAttention
-from trencadis.engine.devices.hpu.device import HPUGraph, own_module, sensor_indices
+from trencadis.engine.devices.hpu.device import own_module, sensor_indices
+from trencadis.engine.devices.hpu.graphs import HPUGraph, graphs_take_tensors
 from trencadis.engine.devices.hpu.kernels import SLICED_FROM, FusedPromptAttention, FusedRotary
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.block_attention import BlockAttention
@@ -115,10 +116,16 @@ def test_a_replay_on_another_shape_or_type_is_an_error_that_names_both(device, w
 def test_a_result_is_valid_until_the_next_replay(device, lazy_gaudi):
     from gaudi_standin import StaleOutput
 
+    device.graphs_take_tensors = True
     given = torch.ones(2).to(device.torch_device)
+    graphs = [device.capture(lambda x, by=by: x * by, [given]) for by in (2, 3)]
+    first = graphs[0].replay([given])
+    assert first.tolist() == [2, 2]
+    assert graphs[1].replay([given + 1]).tolist() == [6, 6]
+    assert first.tolist() == [6, 6], "graphs of one size of results have one memory for them"
+    device.graphs_take_tensors = False
     graph = device.capture(lambda x: x * 2, [given])
     first = graph.replay([given])
-    assert first.tolist() == [2, 2]
     graph.replay([given + 1])
     with pytest.raises(StaleOutput):
         first.tolist()
@@ -138,15 +145,48 @@ def test_the_caller_may_drop_or_change_the_tensors_it_captured_with(device):
 def test_a_released_graph_gives_its_memory_back_and_is_not_replayed(device):
     module = small_module().to(device.torch_device)
     given = torch.zeros(512, 8).to(device.torch_device)
+    device.graphs_take_tensors = True
     device.synchronize()
     free = device.free_memory()
-    graph = device.capture(module, [given])
-    assert free - device.free_memory() == 512 * 4 * 4, "its output; inputs are those of a replay"
+    graph, same = (device.capture(module, [given]) for _ in range(2))
+    assert free - device.free_memory() == 512 * 4 * 4, "a result; inputs are those of a replay"
+    for each in (graph, same):
+        each.forget()
+    assert device.free_memory() == free
+    assert len(graph.replay([given]).tolist()) == 512
+    device.mark_step()
+    same.release()
+    assert free - device.free_memory() == 512 * 4 * 4
     graph.release()
     assert device.free_memory() == free
     graph.release()
     with pytest.raises(GraphError, match="released"):
         graph.replay([given])
+
+
+@pytest.mark.parametrize("fault", ["it holds what it was captured with", "it raises"])
+@torch.inference_mode()
+def test_where_a_trial_fails_graphs_hold_weights_and_results_as_before(
+    device, lazy_gaudi, monkeypatch, caplog, fault
+):
+    """Then they are captured again after a sleep: `keeps_programs` asks for this attribute."""
+    replay = torch.hpu.HPUGraph.replayV3
+
+    def held(graph, given, asynchronous=False):
+        if fault == "it raises":
+            raise RuntimeError("Neither storage attached to input tensor, not its view.")
+        first = graph.__dict__.setdefault("first", list(given))
+        replay(graph, [given[0], *first[1:]], asynchronous)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.hpu.HPUGraph, "replayV3", held)
+        assert not graphs_take_tensors(device._bridge, device.torch_device)
+    assert graphs_take_tensors(device._bridge, device.torch_device)
+    assert "HPU graphs are captured again after a sleep" in caplog.text
+    weight, given = (torch.tensor([2.0]).to(device.torch_device) for _ in range(2))
+    graph = device.capture(lambda x: x * weight, [given])
+    weight.fill_(3)
+    assert [graph.replay([given + by]).tolist() for by in (0, 1)] == [[6], [9]]
 
 
 @torch.inference_mode()

@@ -195,6 +195,13 @@ class FrozenProgram:
         self._made_inside = made_inside
         self._steps = [self._step(call) for call in program.calls]
         self._marked = {}
+        first = (leaves[0] for call, leaves, _ in self._steps if call.kind == "inplace")
+        self.written = {
+            self._given[slot.index].number
+            for slot in first
+            if isinstance(slot, _Slot) and slot.index in self._given
+        }
+        """The numbers of the user's inputs that it writes."""
         self._last_use = self._find_last_uses()
         fixed = [buffer.allocation for buffer in self._fixed.values()]
         self.inputs = {a for a in fixed if id(a) not in made_inside}

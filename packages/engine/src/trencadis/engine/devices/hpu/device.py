@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +25,11 @@ from trencadis.engine.devices.hpu.bridge import LAZY_COLLECTIVES, LAZY_MODE, loa
 from trencadis.engine.devices.hpu.cached_rows import LARGEST, check_kernels
 from trencadis.engine.devices.hpu.experts import use_static_experts
 from trencadis.engine.devices.hpu.fp8_linear import use_fp8_products
+from trencadis.engine.devices.hpu.graphs import HPUGraph, Results, graphs_take_tensors
 from trencadis.engine.devices.hpu.kernel_trials import kernel_trials
 from trencadis.engine.devices.hpu.kernels import use_fused_kernels
 from trencadis.engine.devices.kernel_trial import KernelTrial
-from trencadis.engine.devices.recorded import check_inputs, new_aliases, own_buffers
-from trencadis.engine.errors import DeviceError, GraphError
+from trencadis.engine.errors import DeviceError
 from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.loader import ModelSpec
@@ -61,7 +62,6 @@ class HPUDevice(Device):
     compiles_forward = True
     counts_missing = True
     static_states = True
-    graphs_take_tensors = True
     kv_cache_dtypes = frozenset({"fp8", "fp8_inc", "fp8_e4m3", "fp8_e5m2"})
     largest_cached = LARGEST
     collectives = "hccl"
@@ -94,6 +94,7 @@ class HPUDevice(Device):
             "compile": not lazy,
             "async_scheduling": True,
         }
+        self._results: Results = weakref.WeakValueDictionary()
         self._softmax_mode = "fp32" if fp32_softmax else "fast"
         mode = "lazy mode, with HPU graphs" if lazy else "eager mode"
         logger.info("Gaudi in %s (%s=%d)", mode, LAZY_MODE, lazy)
@@ -205,6 +206,8 @@ class HPUDevice(Device):
         if self._bridge.lazy:
             for layer in decoder_layers(model):
                 layer.register_forward_hook(lambda *_: self.mark_step())
+            if not self.graphs_take_tensors:  # not in a warm-up, which may compile only
+                self.graphs_take_tensors = graphs_take_tensors(self._bridge, self.torch_device)
 
     def capture(
         self,
@@ -214,33 +217,13 @@ class HPUDevice(Device):
     ) -> Graph:
         """Capture ``run(*inputs)`` as an HPU graph, running it once.
 
-        A graph must not contain copies to or from the host, shapes or branches that depend on
-        values, or in-place updates of views:
-        https://docs.habana.ai/en/latest/PyTorch/Inference_on_PyTorch/Inference_Using_HPU_Graphs.html
-        It is captured and replayed as those of vllm-gaudi, which keep no tensors of their own
-        between replays (``vllm_gaudi/v1/worker/hpu_model_runner.py:1093-1096``;
-        ``wrapped_hpugraph_forward`` of the bridge, ``hpu/graphs.py:592-657``), but for what that
-        wrapper does for each tensor in each replay. The bridge does not hold inputs that are marked
-        as the user's, and each replay takes those that it is given (``habana_lazy/
-        lazy_executor.cpp:140-168``, ``HPUGraph.cpp:540-545, 567-592``): so are ``own``. They must
-        not be views, of which it would take a copy. Raises `DeviceError` outside lazy mode.
+        See `HPUGraph` for what it may contain. ``own`` must not be views. Raises `DeviceError`
+        outside lazy mode.
         """
         if not self.supports_graphs:
             raise DeviceError(f"HPU graphs need the bridge's lazy mode: set {LAZY_MODE}=1")
-        given = own_buffers(inputs)
-        captured = self._bridge.hpu.HPUGraph()
-        with self._bridge.hpu.stream(self._bridge.hpu.default_stream()):
-            captured.capture_begin(dry_run=True)
-            try:
-                captured.mark_user_inputs([*given, *own])
-                outputs = run(*given)
-            finally:
-                captured.capture_end()
-        captured.mark_user_outputs([outputs] if isinstance(outputs, torch.Tensor) else [*outputs])
-        graph = HPUGraph(captured, outputs, inputs)
-        graph.replay(given, own)
-        self.mark_step()  # what follows is compiled apart from it, as in traffic
-        return graph
+        results = self._results if self.graphs_take_tensors else None
+        return HPUGraph(self._bridge, run, inputs, own, results)
 
     def compiler_missing(self) -> str | None:
         if self._bridge.lazy:
@@ -321,32 +304,6 @@ def sensor_indices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
         logger.info("The temperatures of all devices count: %s", error)
         return None
     return None if index is None else (index,)
-
-
-class HPUGraph(Graph):
-    """A graph of the bridge, for inputs of one shape.
-
-    It reads the inputs where they lie.
-    """
-
-    def __init__(self, captured: Any, outputs: Any, inputs: Sequence[torch.Tensor]) -> None:
-        self._captured: Any = captured
-        self._outputs = outputs
-        self._recorded = [(tuple(t.shape), t.dtype) for t in inputs]
-
-    def replay(self, inputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor] = ()) -> Any:
-        if self._captured is None:
-            raise GraphError("the graph was released: capture its shape again")
-        check_inputs(self._recorded, inputs)
-        self._captured.replayV3([*inputs, *own])
-        return new_aliases(self._outputs)
-
-    def forget(self) -> None:
-        """The bridge holds those that a replay has written (``HPUGraph.cpp:211-219``)."""
-        self._captured.clear_inputs()
-
-    def release(self) -> None:
-        self._captured = self._outputs = None
 
 
 def select_rows(module: fx.GraphModule) -> None:

@@ -29,6 +29,7 @@ class HPUGraph:
     def __init__(self) -> None:
         self._programs: list[FrozenProgram] = []
         self._sizes: list[torch.Size] = []
+        self._written: list[torch.Tensor] = []
         self._generation = 0
 
     def capture_begin(self, dry_run: bool = False) -> None:
@@ -68,6 +69,8 @@ class HPUGraph:
                 )
         BRIDGE.flush()
         self._run(tuple(map(BRIDGE.value_of, tlistI)))
+        written = {number for program in self._programs for number in program.written}
+        self._written = [tlistI[number] for number in written]
 
     def mark_user_inputs(self, static_tlist: list[torch.Tensor]) -> None:
         if not BRIDGE.capturing:
@@ -81,7 +84,8 @@ class HPUGraph:
             raise RuntimeError("GRAPH:: Capture in progress")
 
     def clear_inputs(self) -> None:
-        """Let go of inputs that it writes (``HPUGraph.cpp:211-219``); here it holds none."""
+        """Let go of the inputs that the last replay wrote (``HPUGraph.cpp:211-219``)."""
+        self._written = []
 
     def reset(self) -> None:
         """Forget what was captured. ``HPUGraph::destroy`` also ends whatever capture is open."""
