@@ -31,7 +31,7 @@ class Graph(abc.ABC):
         ``own``: what takes the place of those that it was captured with, where
         `Device.graphs_take_tensors`.
         The result is that of the captured function, a tensor or a tuple of tensors. The next replay
-        overwrites it.
+        of a graph overwrites it.
 
         Raises `GraphError` for inputs of another shape or dtype than the captured ones, and after
         `release`.

@@ -54,7 +54,7 @@ apart, because it broadcasts."""
 
 @attrs.frozen(eq=False)
 class ForwardOutput:
-    """Tensors on the device, valid until the next forward pass of the same shape.
+    """Tensors on the device, valid until the next forward pass.
 
     ``logits`` is fp32 ``[batch, vocabulary]``, padding included; of a model without a head, the
     hidden states ``[batch, hidden size]``. ``sampler_words`` is what was uploaded with the batch

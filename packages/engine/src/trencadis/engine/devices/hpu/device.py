@@ -207,7 +207,8 @@ class HPUDevice(Device):
             for layer in decoder_layers(model):
                 layer.register_forward_hook(lambda *_: self.mark_step())
             if not self.graphs_take_tensors:  # not in a warm-up, which may compile only
-                self.graphs_take_tensors = graphs_take_tensors(self._bridge, self.torch_device)
+                takes = graphs_take_tensors(self._bridge, self.torch_device)
+                self.graphs_take_tensors = bool(self._least(int(takes)))
 
     def capture(
         self,
