@@ -97,6 +97,8 @@ def test_buckets_are_cold_warm_and_captured_and_count_their_forward_passes(
         cell(decode, *warm.shape)
     ]
     runner.forward_runner.release_all()  # as when the device memory is released
+    assert sum(core.inspect().grids[1].num_captured) == 1, "a graph holds no weights"
+    runner.forward_runner.release_graphs()
     assert not any(core.inspect().grids[1].num_captured)
 
     serve(core, range(3))
@@ -140,14 +142,14 @@ def test_a_bucket_that_traffic_has_compiled_is_warm_until_its_programs_are_relea
         return core.stats.num_ready_buckets
 
     assert num_ready() == 0
-    for level in (1, 2):
+    for takes_tensors in (False, True):
+        core.executor.device.graphs_take_tensors = takes_tensors
         serve(core, range(20))
         assert num_ready() == 3, "16 tokens, some with a context, and a decode of one sequence"
-        switcher.sleep(level)
-        assert num_ready() == 0
-        if level == 1:
-            switcher.wake_up()
-            assert num_ready() == 0
+        switcher.sleep(1)
+        assert num_ready() == (3 if takes_tensors else 0), "graphs that hold no weights are kept"
+        switcher.wake_up()
+        assert num_ready() == (3 if takes_tensors else 0)
     core.close()
 
 
