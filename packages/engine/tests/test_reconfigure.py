@@ -759,7 +759,9 @@ def test_a_model_too_large_for_a_gaudi_leaves_no_byte_and_the_previous_one_serve
     assert memory.in_use <= in_use
     assert serve(core) == expected
     gc.collect()
-    assert memory.in_use == in_use
+    if stash_bytes:  # without, the graphs went with the weights
+        assert memory.in_use == in_use
+    assert memory.in_use <= in_use
 
 
 def test_parked_requests_are_not_refused_because_others_wait(first: EngineConfig) -> None:
