@@ -74,6 +74,10 @@ VLLM = "0.32.0"
 VLLM_PARTS = ("examples", "tests/entrypoints", "tests/tool_use")
 """Directories of its sources that these tests are in, or read."""
 
+VLLM_SCHEMA_TEST = "tests/entrypoints/openai/test_openai_schema.py"
+SCHEMATHESIS_PYTEST = "pytest<9.2"
+"""The pytest for which schemathesis has a plugin: 9.2 has no ``_nodeid``."""
+
 TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-protobuf")
 RELEASE_TOOLS = ("build", "hatchling", "twine")
 SGLANG = "sglang==0.5.23"
@@ -286,19 +290,28 @@ def tests_long(session: nox.Session, part: str) -> None:
 
 
 @nox.session(venv_backend="none")
-def tests_peers(session: nox.Session) -> None:
+@nox.parametrize("part", choices("small", "trained", "schema"))
+def tests_peers(session: nox.Session, part: str) -> None:
     """Runs vLLM's own tests of a server, of tool calls and of batches, with the small test model.
 
-    Those that fail are listed with the reason in tests/peers/vllm_expected.json.
+    Those that fail are listed with the reason in tests/peers/vllm_expected.json. ``trained``: those
+    that need a model which calls tools or reasons, with one that is trained first: minutes, once.
+    ``schema``: its test of the API description by schemathesis, with `SCHEMATHESIS_PYTEST`.
     """
     make_shared_environment(session)
+    python = python_of(SHARED)
+    if part == "schema":
+        python = python_of(environment_above_shared(session, "schema", SCHEMATHESIS_PYTEST))
     source = unpacked_vllm(session)
     here = Path("tests/peers").absolute()
     path = os.pathsep.join(map(str, (here, Path(SERVER_TESTS).absolute())))
     variables = {**ONE_THREAD, **NO_NETWORK, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    variables["PEERS_PART"] = part
     settings = ("-c", str(here / "pytest.ini"), "--rootdir", str(source), "--confcutdir")
+    tests = (VLLM_SCHEMA_TEST,) if part == "schema" else ()
+    command = (str(python), "-m", "pytest", *settings, str(source), *tests, *session.posargs)
     with session.chdir(source):
-        run_shared(session, "-m", "pytest", *settings, str(source), *session.posargs, env=variables)
+        session.run(*command, env=variables, external=True)
 
 
 @nox.session

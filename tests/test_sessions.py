@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -54,3 +55,11 @@ def test_each_client_has_examples() -> None:
     examples = (ROOT / "tests" / "peers" / "client_examples.py").read_text("utf-8")
     for client in constant("EXAMPLES"):
         assert f"def test_{client}" in examples
+
+
+def test_a_test_of_vllm_is_listed_once() -> None:
+    """With a reason for it to fail, to be skipped, or to need a model that is trained for it."""
+    groups = json.loads((ROOT / "tests" / "peers" / "vllm_expected.json").read_text("utf-8"))
+    listed = [test for reasons in groups.values() for tests in reasons.values() for test in tests]
+    assert len(listed) == len(set(listed)) > 50
+    assert all(tests for name, reasons in groups.items() for tests in reasons.values())

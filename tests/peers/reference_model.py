@@ -6,15 +6,32 @@ It computes those of the model that is served, whose name a test takes for anoth
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoTokenizer, LlamaForSequenceClassification, LlamaModel
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
 
 TOLERANCE = 1e-3
+
+QUICK = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 8192,
+    "pad_token_id": None,
+}
 
 
 class HfRunner:
@@ -58,12 +75,33 @@ class HfRunner:
 
 def reranker(base: str) -> str:
     """The directory of a model with the layers of another and a random score head."""
-    target = Path.cwd().parent / "reranker"
-    if not target.exists():
+    tokenizer = AutoTokenizer.from_pretrained(base)
+
+    def make() -> LlamaForSequenceClassification:
         torch.manual_seed(0)
         model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
-        tokenizer = AutoTokenizer.from_pretrained(base)
         model.config.pad_token_id = tokenizer.pad_token_id
+        return model
+
+    return kept_model(Path.cwd().parent / "reranker", tokenizer, make)
+
+
+def quick_model(base: str) -> str:
+    """The directory of a random model so small that a server writes 2,048 tokens in seconds."""
+
+    def make() -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **tokens, **QUICK))
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    return kept_model(Path.cwd().parent / "quick", tokenizer, make)
+
+
+def kept_model(target: Path, tokenizer: Any, make: Callable[[], Any]) -> str:
+    """The directory ``target`` with the model that ``make`` returns, unless one is there."""
+    if not target.exists():
+        model = make()
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         model.save_pretrained(partial)

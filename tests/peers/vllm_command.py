@@ -32,7 +32,14 @@ def main(command: str, *words: str) -> None:
             others.append(word)
     flags = [*vllm_server.ON_A_CPU, "--served-model-name", model, *vllm_server.flags_of(others)]
     flags += vllm_server.runner_of(model)
-    arguments = ("-m", "trencadis.server", command, *files, *flags)
+    arguments = (
+        "-m",
+        "trencadis.server",
+        command,
+        *files,
+        *vllm_server.model_of_test(model),
+        *flags,
+    )
     os.execv(sys.executable, (sys.executable, *arguments))  # noqa: S606 - no shell is wanted
 
 

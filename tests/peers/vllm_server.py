@@ -6,6 +6,8 @@ on. Servers with the same flags are one process, and two are kept.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -13,6 +15,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import anthropic
+import conversations
 import openai
 import pytest
 import vllm_stub
@@ -70,6 +73,7 @@ DROPPED = {
     "--ignore-patterns": 1,
     "--tokenizer-mode": 1,
     "--hf-overrides": 1,
+    "--limit-mm-per-prompt": 1,  # of the test of the API description, which sends no images
     "--pooler-config": 1,
     "--port": 1,  # one that is free
     "--reasoning-config": 1,
@@ -98,6 +102,12 @@ ON_A_CPU = ("--warmup", "none", "--dtype", "float32")
 CONTEXT = 8192
 """That of the small model."""
 
+PART = os.environ.get("PEERS_PART", "small")
+"""Which tests run, see `tests_peers` of the noxfile."""
+
+MODEL = "PEERS_MODEL"
+"""The variable with the model that all servers serve instead of the small one."""
+
 RERANKERS = ("reranker",)
 """Parts of the names of models that read query and document."""
 
@@ -117,7 +127,7 @@ def flags_of(arguments: list[str]) -> list[str]:
     while left:
         word = left.pop(0)
         name = "--" + word[2:].replace("_", "-")
-        if name in OTHER_MODELS:
+        if name in OTHER_MODELS and not (PART == "schema" and name == "--limit-mm-per-prompt"):
             pytest.skip(f"needs {OTHER_MODELS[name]}")
         if name in PASSED:
             values = [left.pop(0) for _ in range(_num_values(PASSED[name], left))]
@@ -146,8 +156,16 @@ def runner_of(model: str) -> list[str]:
     return ["--runner", "pooling"] if any(part in model for part in POOLED) else []
 
 
+def set_model(directory: str) -> None:
+    """From now on servers serve this model, also those of other processes that start then."""
+    os.environ[MODEL] = directory
+
+
 def model_of_test(name: str) -> list[str]:
     """The model for a test whose own has this name, as arguments; none for the small one."""
+    if trained := os.environ.get(MODEL):
+        arguments = json.dumps({"date_string": conversations.DATE})
+        return [trained, "--default-chat-template-kwargs", arguments]
     if any(part in name for part in RERANKERS):
         return [reranker(default_model()), "--score-prompt", "joined"]
     return []
@@ -169,8 +187,11 @@ class RemoteOpenAIServer:
         override_hf_configs: dict[str, Any] | None = None,
         **options: object,
     ) -> None:
-        flags = model_of_test(model)
-        flags += flags_of([str(argument) for argument in vllm_serve_args])
+        given = [str(argument) for argument in vllm_serve_args]
+        flags = [*model_of_test(model), *flags_of(given)]
+        if MODEL in os.environ and "--chat-template" not in flags:
+            template = conversations.template_of(given)
+            flags += [] if template is None else ["--chat-template", template]
         if "--served-model-name" not in flags:
             flags += ["--served-model-name", model]
         if "--runner" not in flags:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 from functools import cache
@@ -227,7 +228,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def _of_the_small_model(load: Any) -> Any:
-    return lambda *names, **options: load(default_model())
+    return lambda *names, **options: load(os.environ.get("PEERS_MODEL", default_model()))
 
 
 def install() -> None:

@@ -3,6 +3,9 @@
 Tests that start no server are left out. `vllm_expected.json` lists with the reason those that fail,
 and those that are skipped because they need another model than the small one. A test that is listed
 to fail and passes is an error, as is a listed one that is not there.
+
+With ``PEERS_PART=trained`` only tests that need a model which calls tools, reasons or ends its
+answers run, with one that is trained on their conversations: see `trained_model`.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import inspect
 import json
 import re
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -20,30 +24,43 @@ import pytest
 import vllm_command
 import vllm_server
 import vllm_stub
-from reference_model import HfRunner
+from conversations import conversations
+from reference_model import HfRunner, quick_model
+from trained_model import trained_model
+
+from trencadis.engine.models.default_model import default_model
 
 EXPECTED = Path(__file__).with_name("vllm_expected.json")
 STARTS_A_SERVER = re.compile(r'\bRemote\w+Server\(|"run-batch"')
-SECONDS = 180
-"""Limit of a test."""
+IS_TRAINED = vllm_server.PART == "trained"
+IS_OF_THE_SCHEMA = vllm_server.PART == "schema"
+SECONDS = 1800 if IS_OF_THE_SCHEMA else 180
+"""Limit of a test. That of the API description is one, with 50 requests for each operation."""
+
+FAILING_TRAINED = "fails with the trained model"
+FAILING = FAILING_TRAINED if IS_TRAINED else "fails"
+"""The list of `vllm_expected.json` of the tests that fail in this part."""
+
+TOOL_USE = "tool_use/"
+"""Where all tests are for a model that calls tools."""
 
 OUTCOMES = ("passed", "failed", "error", "xfailed", "skipped")
 
 vllm_server.install()
 
 
-def expected() -> dict[str, pytest.MarkDecorator]:
-    """The mark of each listed test, by its id, or by the beginning of it."""
-    marks = {}
-    for outcome, groups in json.loads(EXPECTED.read_text("utf-8")).items():
-        for reason, tests in groups.items():
-            fails = pytest.mark.xfail(reason=reason, strict=True)
-            mark = fails if outcome == "fails" else pytest.mark.skip(reason=reason)
-            marks |= dict.fromkeys(tests, mark)
-    return marks
+def expected() -> dict[str, dict[str, str]]:
+    """The reason of each listed test by its id, or by the beginning of it, of each list."""
+    lists = json.loads(EXPECTED.read_text("utf-8"))
+    return {
+        outcome: {name: reason for reason, names in groups.items() for name in names}
+        for outcome, groups in lists.items()
+    }
 
 
 def _starts_a_server(item: pytest.Item) -> bool:
+    if IS_OF_THE_SCHEMA:
+        return True  # which schemathesis asks for when it runs
     definitions = item._fixtureinfo.name2fixturedefs.values()
     functions = [definition.func for fixtures in definitions for definition in fixtures]
     return any(
@@ -68,19 +85,32 @@ def hf_runner() -> type[HfRunner]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = [item for item in items if _starts_a_server(item)]
+    lists = expected()
+    fails, skipped = lists[FAILING], lists["skipped"]
+    trained = lists["trained"] | lists[FAILING_TRAINED]
+
+    def is_for_the_trained_model(name: str) -> bool:
+        is_listed = name in trained or name.partition("[")[0] in trained
+        return name.startswith(TOOL_USE) or is_listed
+
+    def is_of_this_part(name: str) -> bool:
+        return is_for_the_trained_model(name) == IS_TRAINED
+
+    kept = [item for item in items if is_of_this_part(_name_of(item)) and _starts_a_server(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
-    marks, seen = expected(), set()
+    seen = set()
     for item in kept:
         name = _name_of(item)
-        for listed in (name, name.partition("[")[0], name.partition("::")[0]):
-            if listed in marks:
-                seen.add(listed)
-                item.add_marker(marks[listed])
-                break
+        listed = {name, name.partition("[")[0], name.partition("::")[0]}
+        seen |= listed
+        for each in listed & fails.keys():
+            item.add_marker(pytest.mark.xfail(reason=fails[each], strict=True))
+        for each in listed & skipped.keys():
+            item.add_marker(pytest.mark.skip(reason=skipped[each]))
     files = {_name_of(item).partition("::")[0] for item in kept}
-    unknown = [name for name in marks if name.partition("::")[0] in files and name not in seen]
+    here = [name for name in (*fails, *skipped, *trained) if is_of_this_part(name)]
+    unknown = [name for name in here if name.partition("::")[0] in files and name not in seen]
     if unknown and not config.option.keyword and "::" not in " ".join(config.args):
         raise pytest.UsageError(f"no such test, remove it from {EXPECTED.name}: {unknown}")
 
@@ -109,6 +139,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
 
 
 def pytest_configure() -> None:
+    sys.path.insert(0, str(Path.cwd()))  # as pytest does, once it collects
+    if IS_TRAINED:
+        directory = Path.cwd().parent
+        vllm_server.set_model(trained_model(default_model(), conversations(), directory))
+    if IS_OF_THE_SCHEMA:
+        vllm_server.set_model(quick_model(default_model()))
     vllm_command.install(Path(tempfile.mkdtemp()))
 
 

@@ -193,6 +193,28 @@ def test_the_output_may_not_be_the_input(capsys, tmp_path):
     assert file.read_text() == "{}\n"
 
 
+def test_flags_of_tools_and_reasoning_reach_the_app(monkeypatch, tmp_path):
+    found = []
+
+    async def noted(config, settings, *files):
+        found.append(settings)
+        return module.BatchCounts()
+
+    monkeypatch.setattr(module, "run_batch", noted)
+    files = ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+    flags = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+    flags += ("--default-chat-template-kwargs", '{"enable_thinking": false}')
+    assert main(["run-batch", *files, *flags, "--enable-auto-tool-choice", "./model"]) == 0
+    assert main(["run-batch", *files, "./model"]) == 0
+    given = ServerSettings(
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        default_chat_template_kwargs={"enable_thinking": False},
+        enable_auto_tool_choice=True,
+    )
+    assert found == [given, ServerSettings()]
+
+
 @pytest.mark.slow
 def test_a_file_is_answered_by_a_real_model(tmp_path):
     model = save_tiny_model(tmp_path / "model")

@@ -356,13 +356,7 @@ def _run_batch(argv: Sequence[str]) -> int:
     ):
         parser.add_argument(*flags, metavar="FILE", type=Path, required=True, help=help_text)
     _add_engine_flags(parser)
-    chat = parser.add_argument_group(CHAT)
-    fields = attrs.fields_dict(ServerSettings)
-    for name in ("tool_call_parser", "reasoning_parser"):
-        flag, about = f"--{name.replace('_', '-')}", fields[name].metadata["help"]
-        chat.add_argument(flag, metavar="NAME", default=fields[name].default, help=about)
-    about = fields["enable_auto_tool_choice"].metadata["help"]
-    chat.add_argument("--enable-auto-tool-choice", action="store_true", help=about)
+    add_flags(parser, ServerSettings, CHAT)
     args = parser.parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT, datefmt=LOG_TIME)
     import asyncio  # noqa: PLC0415
@@ -376,11 +370,7 @@ def _run_batch(argv: Sequence[str]) -> int:
     try:
         if target.exists() and target.samefile(source):
             raise OSError(f"{target} is the input too: name another output file")
-        settings = ServerSettings(
-            tool_call_parser=args.tool_call_parser,
-            reasoning_parser=args.reasoning_parser,
-            enable_auto_tool_choice=args.enable_auto_tool_choice,
-        )
+        settings = ServerSettings(**given_flags(args, ServerSettings))
         check_parsers(settings.tool_call_parser, settings.reasoning_parser)
         config = engine_config(args, os.environ)
         counts = asyncio.run(run_batch(config, settings, source, target, log))

@@ -116,19 +116,22 @@ def with_defaults(
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, cls: AttrsClass
+    parser: argparse.ArgumentParser, cls: AttrsClass, group: str | None = None
 ) -> dict[str, argparse._ArgumentGroup]:
-    """Add the flags of a settings class to a parser; returns the groups by title.
+    """Add the flags of a settings class, or of one of its groups, to a parser; returns the groups
+    by title.
 
     A flag that is not given is None in the parsed arguments, under the name of its field.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in attrs.fields(cls):
-        if flags := _flags(field):
-            title = field.metadata["group"]
-            if title not in groups:
-                groups[title] = parser.add_argument_group(title)
-            groups[title].add_argument(*flags, dest=field.name, **_argument(field))
+        flags = _flags(field)
+        if not flags or group not in (None, field.metadata["group"]):
+            continue
+        title = field.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(*flags, dest=field.name, **_argument(field))
     return groups
 
 
@@ -136,7 +139,7 @@ def given_flags(args: argparse.Namespace, cls: AttrsClass) -> dict[str, Any]:
     """The flags of a settings class that were given, by field name."""
     given: dict[str, Any] = {}
     for field in attrs.fields(cls):
-        value = getattr(args, field.name) if _flags(field) else None
+        value = getattr(args, field.name, None) if _flags(field) else None
         if value is not None:
             given[field.name] = tuple(value) if field.metadata["repeated"] else value
     return given
