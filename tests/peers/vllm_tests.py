@@ -10,6 +10,7 @@ answers run, with one that is trained on their conversations: see `trained_model
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -136,6 +137,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
+        if pyfuncitem.get_closest_marker("asyncio"):
+            _cancel_tasks()
+
+
+def _cancel_tasks() -> None:
+    """End what a failed test left: one sends requests until it passes, even by a closed client."""
+    for task in asyncio.all_tasks(asyncio.get_event_loop_policy().get_event_loop()):
+        task.cancel()
 
 
 def pytest_configure() -> None:
