@@ -335,6 +335,28 @@ def test_marked_inputs_are_those_of_each_replay_and_are_not_held(lazy_gaudi):
     assert lazy_gaudi.memory.in_use == before - 4 * (3 * 2 + 4 * 2)
 
 
+def test_a_view_that_is_not_contiguous_is_copied_and_must_not_be_written(lazy_gaudi):
+    from gaudi_standin import GraphViolation
+
+    cache, slots = torch.zeros(4, 2, device=DEVICE), torch.tensor([2, 3], device=DEVICE)
+    rows = torch.ones(2, 2, device=DEVICE)
+    graph = torch.hpu.HPUGraph()
+    graph.capture_begin(dry_run=True)
+    graph.mark_user_inputs([rows, cache])
+    cache.index_copy_(0, slots, rows)
+    graph.capture_end()
+    before = lazy_gaudi.counters.copied_bytes
+    larger = torch.zeros(5, 2, device=DEVICE)
+    graph.replayV3([rows, larger[:4]])
+    assert larger.cpu()[2].tolist() == [1, 1]
+    assert lazy_gaudi.counters.copied_bytes == before
+    graph.replayV3([torch.tensor([[3.0, 4.0], [5.0, 6.0]]).to(DEVICE).t(), cache])
+    assert cache.cpu()[2].tolist() == [3, 5]
+    assert lazy_gaudi.counters.copied_bytes == before + 4 * 4
+    with pytest.raises(GraphViolation, match="a view to write to"):
+        graph.replayV3([rows, torch.zeros(4, 3, device=DEVICE)[:, :2]])
+
+
 def test_a_dry_run_computes_nothing(lazy_gaudi):
     graph, given = torch.hpu.HPUGraph(), torch.zeros(4, device=DEVICE)
     mark_step()

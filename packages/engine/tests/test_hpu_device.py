@@ -160,6 +160,7 @@ def test_a_released_graph_gives_its_memory_back_and_is_not_replayed(device):
     graph.release()
     assert device.free_memory() == free
     graph.release()
+    graph.forget()
     with pytest.raises(GraphError, match="released"):
         graph.replay([given])
 
@@ -187,6 +188,17 @@ def test_where_a_trial_fails_graphs_hold_weights_and_results_as_before(
     graph = device.capture(lambda x: x * weight, [given])
     weight.fill_(3)
     assert [graph.replay([given + by]).tolist() for by in (0, 1)] == [[6], [9]]
+
+
+def test_ranks_decide_alike_whether_graphs_take_tensors(device, tiny_model, monkeypatch):
+    """A rank that captured again alone would wait for the collective calls of the others."""
+    asked = []
+    model = AutoModelForCausalLM.from_pretrained(tiny_model).to(device.torch_device)
+    monkeypatch.setattr(device, "_num_ranks", 2)
+    monkeypatch.setattr(hpu_device, "least_over_ranks", lambda own: asked.append(own) or 0)
+    device.optimize(model)
+    assert asked == [1], "the trial of this rank holds"
+    assert not device.graphs_take_tensors
 
 
 @torch.inference_mode()
@@ -313,10 +325,12 @@ def test_a_warm_engine_replays_graphs_and_compiles_nothing(
         return replay(graph, *given)
 
     monkeypatch.setattr(HPUGraph, "replay", counted)
+    copied = lazy_gaudi.counters.copied_bytes
     core.add("more", GenerateRequest(range(6), SamplingParams(temperature=0, max_tokens=5)))
     while core.has_work:
         core.step()
     assert len(replayed) >= 5, "a prompt and four decodes"
+    assert lazy_gaudi.counters.copied_bytes == copied, "no weight and no cache is a view with gaps"
 
 
 @pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "lazy"])

@@ -293,6 +293,32 @@ def test_lazy_mode_captures_a_graph_again_only_after_its_weights_were_discarded(
     assert compiled(lazy_gaudi) == recipes
 
 
+@pytest.mark.slow
+def test_lazy_mode_captures_again_for_a_cache_of_another_size(
+    lazy_gaudi: Any, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"max_num_seqs": 2, "max_model_len": 256, "num_blocks": None, "num_host_blocks": 0}
+    buckets = grid(
+        prompt_batch=1, prompt_query=32, prompt_context=32, decode_batch=2, decode_blocks=64
+    )
+    core, switcher = started(config_of(models["one"], **sizes, bucketing=buckets))
+    expected, most = serve(core), core.facts.limits.num_blocks
+    planned, fits = CacheSizing.num_blocks, Worker._fits
+    switcher.sleep(1)
+    with monkeypatch.context() as patch:  # what a device with less memory has space for
+        patch.setattr(CacheSizing, "num_blocks", lambda *a, **b: min(most - 5, planned(*a, **b)))
+        patch.setattr(Worker, "_fits", lambda worker, n: n <= most - 5 and fits(worker, n))
+        switcher.wake_up()
+    assert core.facts.limits.num_blocks == most - 5
+    assert core.stats.num_graphs > 0
+    before = compiled(lazy_gaudi)
+    assert serve(core) == expected
+    assert compiled(lazy_gaudi) == before
+    assert (core.stats.num_cold_forwards, core.stats.num_compilations) == (0, 0)
+    switcher.sleep(2)
+    assert core.stats.num_ready_buckets == 0, "they went with the weights"
+
+
 class Net(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -279,7 +279,7 @@ class ForwardRunner:
     def discard_model(self) -> None:
         """Release the model too. The counters stay; nothing runs any more."""
         self.release_all()
-        self.release_graphs()
+        self.release_graphs()  # no other model is given them
         self._model, self.adapters, self.states = nn.Module(), None, None
 
     def release_all(self) -> None:
@@ -299,7 +299,9 @@ class ForwardRunner:
             self._layers = None
 
     def release_graphs(self) -> None:
-        """Release all graphs."""
+        """Release all graphs. Where they were kept, no shape is warmed up any more."""
+        if self._keeps_graphs:
+            self._programs.clear()
         for graph in self._graphs.values():
             graph.release()
         self._graphs.clear()

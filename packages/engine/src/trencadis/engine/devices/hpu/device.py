@@ -218,8 +218,9 @@ class HPUDevice(Device):
     ) -> Graph:
         """Capture ``run(*inputs)`` as an HPU graph, running it once.
 
-        See `HPUGraph` for what it may contain. ``own`` must not be views. Raises `DeviceError`
-        outside lazy mode.
+        See `HPUGraph` for what it may contain. ``own`` must be contiguous: of other views the
+        bridge takes a copy (``habana_lazy/view_utils.cpp:551-620``). Raises `DeviceError` outside
+        lazy mode.
         """
         if not self.supports_graphs:
             raise DeviceError(f"HPU graphs need the bridge's lazy mode: set {LAZY_MODE}=1")

@@ -88,7 +88,8 @@ class HPUGraph(Graph):
 
     def forget(self) -> None:
         """The bridge holds what a replay has written (``HPUGraph.cpp:211-219``)."""
-        self._captured.clear_inputs()
+        if self._captured is not None:
+            self._captured.clear_inputs()
         self._buffers = ()
 
     def release(self) -> None:

@@ -61,15 +61,23 @@ class HPUGraph:
                     allocation.generation = self._generation
 
     def replayV3(self, tlistI: list[torch.Tensor], asynchronous: bool = False) -> None:  # noqa: N803
-        """Replay on these tensors, which must have the sizes of those marked at capture."""
+        """Replay on these tensors, which must have the sizes of those marked at capture.
+
+        Of a view a copy is taken unless it is contiguous (``HPUGraph.cpp:574-583``,
+        ``habana_lazy/view_utils.cpp:551-620``): what is written to it would be lost.
+        """
         for size, given in zip(self._sizes, tlistI, strict=True):
             if size != given.shape:
                 raise RuntimeError(
                     "HPU GRAPH:: Mark User Input Sizes is not same Replay Input Sizes"
                 )
-        BRIDGE.flush()
-        self._run(tuple(map(BRIDGE.value_of, tlistI)))
         written = {number for program in self._programs for number in program.written}
+        copied = {n for n, t in enumerate(tlistI) if t.is_view and not t.is_contiguous()}
+        if written & copied:
+            raise GraphViolation("a graph is given a view to write to: it would write to a copy")
+        BRIDGE.counters.copied_bytes += sum(tlistI[number].nbytes for number in copied)
+        BRIDGE.flush()
+        self._run(tuple(BRIDGE.value_of(tensor).contiguous() for tensor in tlistI))
         self._written = [tlistI[number] for number in written]
 
     def mark_user_inputs(self, static_tlist: list[torch.Tensor]) -> None:
