@@ -28,7 +28,7 @@ axis_configs = st.builds(
     pad_max=optional,
     pad_percent=st.none() | st.integers(0, 50),
 )
-strategies = st.sampled_from(["exp", "lin", "pad", "fit"])
+strategies = st.sampled_from(sorted(STRATEGIES))
 paths = st.none() | st.text("abc/._-", min_size=1)
 configs = st.builds(
     BucketingConfig,

@@ -28,8 +28,12 @@ from trencadis.bucketing import (
     Trace,
     TrafficRecorder,
 )
+from trencadis.bucketing.strategies import STRATEGIES
 
 CALLS, SOAK_CALLS = 1_500, 100_000
+
+RULES = [name for name, strategy in STRATEGIES.items() if strategy.fit is None]
+"""The strategies that need no traffic."""
 LIMIT_S = 60
 """No call takes this long, on any machine; the slowest take milliseconds."""
 
@@ -75,7 +79,7 @@ def axis_config(draw: random.Random) -> AxisConfig:
 
 def config(draw: random.Random) -> BucketingConfig:
     return BucketingConfig(
-        strategy=draw.choice(["lin", "exp", "pad"]),
+        strategy=draw.choice(RULES),
         prompt_query=axis_config(draw),
         decode_batch=axis_config(draw),
         contiguous_pa=draw.random() < 0.5,

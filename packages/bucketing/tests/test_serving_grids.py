@@ -107,6 +107,9 @@ limits = st.fixed_dictionaries(
         "block_size": st.integers(1, 8),
     }
 )
+RULES = [name for name, strategy in STRATEGIES.items() if strategy.fit is None]
+"""The strategies that need no traffic."""
+
 small = st.builds(
     AxisConfig,
     min=st.none() | st.integers(0, 9),
@@ -115,7 +118,7 @@ small = st.builds(
 )
 configs = st.builds(
     BucketingConfig,
-    strategy=st.sampled_from(["exp", "lin", "pad"]),
+    strategy=st.sampled_from(RULES),
     contiguous_pa=st.booleans(),
     **dict.fromkeys(
         ("prompt_batch", "prompt_query", "prompt_context", "decode_batch", "decode_blocks"), small
@@ -549,7 +552,7 @@ def test_a_grid_of_too_many_buckets_is_told_with_its_number(
 
 def test_no_grid_has_buckets_for_batches_of_nothing() -> None:
     none = AxisConfig(min=0)
-    for strategy in ("lin", "exp", "pad"):
+    for strategy in RULES:
         config = BucketingConfig(
             strategy=strategy,
             prompt_batch=none,

@@ -34,6 +34,9 @@ from trencadis.scheduler import (
     SequenceUpdate,
 )
 
+POLICY_SETTINGS = {"power": {"budget_w": 500.0}, "two_phase": {"budget_w": 500.0}}
+"""Settings of thermal policies that limit something only with these."""
+
 VOCABULARY = 17
 STOP = 3
 

@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from harness import POLICY_SETTINGS
 
 from trencadis.kvcache import (
     BandwidthGovernor,
@@ -254,9 +255,8 @@ class Fuzzer:
             clock=lambda: self.now_s,
         )
         self.output: SchedulerOutput | None = None
-        budgets = {name: {"budget_w": 300.0} for name in ("power", "two_phase")}
         self.policies = [
-            load_thermal_policy(name, **budgets.get(name, {}))
+            load_thermal_policy(name, **POLICY_SETTINGS.get(name, {}))
             for name in POLICIES
             if name != "none"
         ]

@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 import pytest
+from harness import POLICY_SETTINGS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -197,9 +198,8 @@ def test_policies_of_other_packages_are_loaded_by_entry_point(
 
 
 def test_every_built_in_policy_is_registered_once_and_loads() -> None:
-    settings = {"power": {"budget_w": 300.0}}
     for name, path in POLICIES.items():
-        policy = load_thermal_policy(name, **settings.get(name, {}))
+        policy = load_thermal_policy(name, **POLICY_SETTINGS.get(name, {}))
         class_name = type(policy).__name__
         assert path == f"{type(policy).__module__}:{class_name}"
         assert getattr(thermal, class_name, None) is type(policy), "scheduler/thermal/__init__.py"
@@ -367,15 +367,11 @@ moments = st.lists(
 )
 
 
-NEEDED = {"power": {"budget_w": 500.0}, "two_phase": {"budget_w": 500.0}}
-"""Settings of policies that limit something only with these."""
-
-
 @pytest.mark.parametrize("name", LIMITING)
 @given(moments=moments)
 def test_a_new_scheduler_changes_no_cap(name: str, moments: list[tuple[Any, ...]]) -> None:
     state = State()
-    policies = (load_thermal_policy(name, **NEEDED.get(name, {})) for _ in range(2))
+    policies = (load_thermal_policy(name, **POLICY_SETTINGS.get(name, {})) for _ in range(2))
     lasting, restarted = (ThermalGuard(policy, lambda: state) for policy in policies)
     whole, life = View(), View()
     for seconds, temp_c, watts, running, tokens, is_new in moments:

@@ -54,6 +54,7 @@ def sent_value(name):
     if name in BOUNDED:
         steps = (3, 2, 1, 0.7, 0.5)
         return next(step for step in steps if is_accepted(field, step) and step != field.default)
+    assert isinstance(field.default, bool), f"a value of {name} in VALUES"
     return not field.default
 
 

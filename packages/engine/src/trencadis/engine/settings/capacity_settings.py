@@ -25,6 +25,9 @@ FAULTS = "faults"
 LORA = "adapters"
 """Groups of flags in ``--help``."""
 
+THERMAL_POLICIES = "none, proportional, power, two_phase"
+"""Those of the scheduler, for the help: importing them here would load NumPy."""
+
 
 class DeviceDefault(int):
     """A default that the device replaces by its own (``Device.defaults``), if it has one."""

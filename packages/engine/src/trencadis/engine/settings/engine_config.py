@@ -24,6 +24,7 @@ from trencadis.engine.settings.capacity_settings import (
     MAX_BYTES,
     MEMORY,
     MODEL,
+    THERMAL_POLICIES,
     WARMUP,
     CapacitySettings,
     DeviceDefault,
@@ -599,7 +600,7 @@ class EngineConfig(CapacitySettings):
         metavar="NAME",
         group=HEAT,
         help="what limits the running sequences, and the prefill of a step, by heat or power: "
-        "none, proportional, power, two_phase, a name that a package offers, or module:Class",
+        f"{THERMAL_POLICIES}, a name that a package offers, or module:Class",
         default="none",
     )
     thermal_policy_config: Mapping[str, Any] = attrs.field(

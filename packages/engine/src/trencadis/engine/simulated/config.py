@@ -15,6 +15,7 @@ from trencadis.engine.settings.capacity_settings import (
     MAX_BYTES,
     MEMORY,
     MODEL,
+    THERMAL_POLICIES,
     CapacitySettings,
 )
 from trencadis.engine.settings.flags import (
@@ -163,7 +164,7 @@ class SimulationConfig(CapacitySettings):
             metavar="NAME",
             group=HEAT,
             help="what limits the running sequences, and the prefill of a step, by heat or power: "
-            "none, proportional, power, two_phase or module:Class",
+            f"{THERMAL_POLICIES} or module:Class",
         ),
     )
     thermal_options: Mapping[str, Any] = attrs.field(
