@@ -26,7 +26,7 @@ from trencadis.engine import (
     LogSettings,
     SamplingParams,
 )
-from trencadis.engine.devices import select_device
+from trencadis.engine.devices import DEVICES, select_device
 
 PAGE = (Path(__file__).parents[3] / "docs" / "engine" / "devices.md").read_text()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -145,5 +145,11 @@ def test_a_broken_device_is_named_with_the_remedy(name: str, message: str) -> No
 
 @pytest.mark.parametrize("device", ["abacus", "", 5, None, torch.device("cpu"), Device], ids=str)
 def test_what_is_no_device_is_refused_before_a_model_is_loaded(device: Any) -> None:
-    with pytest.raises(ConfigError, match="device must be auto, cpu, cuda, hpu, module:Class or"):
+    names = ", ".join(DEVICES)
+    with pytest.raises(ConfigError, match=f"device must be auto, {names}, module:Class or"):
         EngineConfig(model="m", device=device)
+
+
+def test_the_page_has_a_row_of_every_device() -> None:
+    rows = re.findall(r"^\| `(\w+)`", PAGE, re.MULTILINE)
+    assert set(rows) - {"device"} == DEVICES.keys()
