@@ -417,6 +417,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "generation_response",
             "health",
             "models",
+            "sglang",
             "switch",
         },
         {"stored_responses"},

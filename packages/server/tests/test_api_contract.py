@@ -29,7 +29,7 @@ OPERATIONS = (
     *("GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}"),
     "GET /v1/responses/{response_id}/input_items",
     "POST /v1/responses/{response_id}/cancel",
-    "GET /load",
+    *("GET /load", "GET /health_generate", "GET /model_info", "GET /server_info"),
     "POST /invocations",
     *("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"),
 )

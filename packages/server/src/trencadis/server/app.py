@@ -47,6 +47,7 @@ from trencadis.server.routes.messages import messages_router
 from trencadis.server.routes.models import models_router
 from trencadis.server.routes.pooling import pooling_router
 from trencadis.server.routes.responses import responses_router
+from trencadis.server.routes.sglang import sglang_router
 from trencadis.server.routes.stored_responses import end_background, stored_responses_router
 from trencadis.server.routes.switch import switch_router
 from trencadis.server.routes.tokens import tokenizer_info_router, tokens_router
@@ -207,6 +208,7 @@ def _add_routes(app: FastAPI, context: ServingContext, dashboard: DashboardFeed)
         switch_router,
         adapters_router,
         health_router,
+        sglang_router,
         admin_router,
     ):
         app.include_router(router(context))

@@ -19,6 +19,7 @@ DASHBOARD_EVENTS_PATH = f"{DASHBOARD_PATH}/events"
 _CLIENT_PATHS = (
     *("/v1", "/v2", "/rerank", "/score", "/pooling", "/invocations"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
+    *("/health_generate", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
 )
 """The paths of clients: all that reach a model, and what else is under ``/v1``."""
 
