@@ -69,6 +69,43 @@ async def test_a_stopped_template_process_delays_no_completion(client, engine, m
     assert response.json()["error"]["code"] == "process_unresponsive"
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("embedding_size", [0, 8])
+async def test_a_request_counts_while_its_prompt_is_encoded(
+    serving, engine, monkeypatch, soon, embedding_size
+):
+    """For balancers, and for a drain: it was accepted."""
+    engine.embedding_size = embedding_size
+    encode, began, may_end = engine.tokenizer.encode, threading.Event(), threading.Event()
+
+    def slow(text, add_special_tokens=True):
+        began.set()
+        assert may_end.wait(30)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", slow)
+    path, body = "/v1/completions", {"prompt": "ab"}
+    if embedding_size:
+        path, body = "/v1/embeddings", {"input": "ab"}
+    async with (
+        serving(admin_keys=["boss"]) as url,
+        httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer boss"}) as client,
+    ):
+        waiting = asyncio.create_task(client.post(path, json=body))
+        try:
+            await soon(began.is_set)
+            assert (await client.get("/load")).json() == {"server_load": 1}
+            state = (await client.get("/v1/admin/state")).json()
+            assert state["num_active_requests"] == 1
+            drained = await client.post("/v1/admin/drain", json={"wait_s": 0.01})
+            assert drained.json()["num_active_requests"] == 1
+        finally:
+            may_end.set()
+        drained = await client.post("/v1/admin/drain", json={"wait_s": 60})
+        assert drained.json()["num_active_requests"] == 0
+        assert (await waiting).status_code == 200
+
+
 @pytest.fixture
 def thread():
     thread = FairThread("test")

@@ -81,6 +81,11 @@ class PromptEncoder:
         self._render = FairThread("template")
         self._render_long = FairThread("template-long")
 
+    @property
+    def num_pending(self) -> int:
+        """Requests whose prompts wait or are being tokenised."""
+        return self._pending.total()
+
     async def chat(
         self, request: ChatCompletionRequest, model: ServedModel, client: str = ""
     ) -> list[Prompt]:
@@ -352,9 +357,9 @@ class PromptEncoder:
             return await self._run(lambda: render(False), self._render_long, client)
 
     async def _run(self, work: Callable[[], T], thread: FairThread, client: str) -> T:
-        if self._pending.total() >= self._max_pending:
+        if self.num_pending >= self._max_pending:
             raise EngineOverloaded(
-                f"{self._pending.total()} prompts are waiting to be tokenised: try again later"
+                f"{self.num_pending} prompts are waiting to be tokenised: try again later"
             )
         if client and self._pending[client] >= max(1, self._max_pending // 2):
             raise EngineOverloaded(
