@@ -197,7 +197,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"native_calls"},
         {
             *("adapter_products", "attention", "byte_linear", "rank_sums", "router_products"),
-            "state_scan",
+            "mamba_mixer",
         },
         {"tiled_linear"},
         {"expert_products", "recorded_layers"},

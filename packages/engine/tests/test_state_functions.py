@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from trencadis.engine.devices.cpu.native_kernel import NoKernel
-from trencadis.engine.devices.cpu.state_scan import NativeScan
 from trencadis.engine.models.state_functions import StaticFunctions, are_static, functions_of
 
 LENGTHS = st.lists(st.integers(0, 150), min_size=1, max_size=3).filter(lambda found: max(found) > 0)
@@ -133,62 +131,3 @@ def test_layers_that_call_an_unknown_function_are_not_static() -> None:
     assert are_static(names)
     assert not are_static(names | {"another_scan"})
     assert not are_static(frozenset())
-
-
-@pytest.fixture(scope="module")
-def native() -> NativeScan:
-    try:
-        return NativeScan()
-    except NoKernel as error:
-        if "no C++ compiler" not in str(error):
-            raise
-        pytest.skip(str(error))
-
-
-@pytest.mark.parametrize("size", [1, 6, 16, 33, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_kernel_computes_what_transformers_does(
-    native: NativeScan, size: int, dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(size)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    x, dt, a = random(2, 37, 4, 5), random(2, 37, 4), -random(4).float().abs()
-    b, c, begun = random(2, 37, 2, size), random(2, 37, 2, size), random(2, 4, 5, size).float()
-    named: dict[str, Any] = {"D": random(4), "dt_bias": random(4), "dt_softplus": True}
-    named |= {"initial_states": begun, "return_final_states": True, "dt_limit": (0.01, 2.0)}
-    kept, rough = begun.clone(), {} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.2}
-    out, states = native.mamba2_chunk_scan(x, dt, a, b, c, 16, **named)
-    expected, expected_states = modeling_mamba2.mamba2_chunk_scan(x, dt, a, b, c, 16, **named)
-    torch.testing.assert_close(out, expected, **rough or {"rtol": 1e-3, "atol": 1e-3})
-    torch.testing.assert_close(
-        states, expected_states, **rough or {"rtol": 1e-3, "atol": 1e-3}, check_dtype=False
-    )
-    assert torch.equal(begun, kept)
-    # Token by token, with states that are changed in place.
-    ours, theirs = begun.clone(), begun.clone()
-    a, bias, d = (x[:, None].expand(-1, 5) for x in (a, named["dt_bias"], named["D"]))
-    a = a.unsqueeze(2).expand(-1, -1, size)
-    for token in range(5):
-        step = dt[:, token, :, None].expand(-1, -1, 5)
-        given_ = (x[:, token], step, a, b[:, token], c[:, token], d)
-        of_both = {"dt_bias": bias, "dt_softplus": True, "z": x[:, token]}
-        out = native.mamba2_selective_state_update(ours, *given_, **of_both)
-        found = modeling_mamba2.mamba2_selective_state_update(theirs, *given_, **of_both)
-        torch.testing.assert_close(out, found, **rough or {"rtol": 1e-3, "atol": 1e-3})
-        torch.testing.assert_close(ours, theirs, **rough or {"rtol": 1e-3, "atol": 1e-3})
-
-
-def test_a_row_does_not_depend_on_the_others(native: NativeScan) -> None:
-    generator = torch.Generator().manual_seed(3)
-    x, dt = torch.randn(6, 9, 4, 5, generator=generator), torch.rand(6, 9, 4, generator=generator)
-    b, c = torch.randn(2, 6, 9, 2, 16, generator=generator)
-    a = torch.full((4,), -1.0)
-    out, states = native.mamba2_chunk_scan(x, dt, a, b, c)
-    for row in range(6):
-        one = slice(row, row + 1)
-        alone, state = native.mamba2_chunk_scan(x[one], dt[one], a, b[one], c[one])
-        assert torch.equal(alone, out[one])
-        assert torch.equal(state, states[one])

@@ -31,9 +31,9 @@ from trencadis.engine import (
 )
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
-from trencadis.engine.devices.cpu import CPUDevice, state_scan
+from trencadis.engine.devices.cpu import CPUDevice, mamba_mixer
+from trencadis.engine.devices.cpu.mamba_mixer import MambaMixer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
-from trencadis.engine.devices.cpu.state_scan import NativeScan
 from trencadis.engine.models.loader import inspect_model, load_model
 from trencadis.engine.models.packed_weight import QuantizedLinear
 from trencadis.engine.models.rounded_weights import round_weights
@@ -490,29 +490,6 @@ def test_a_decode_of_many_sequences_is_one_call_of_each_layer(hybrid: Path) -> N
     assert calls == [32, 32]
 
 
-@host_rows
-@pytest.mark.parametrize("family", [HYBRID, "LFM 2", "Mamba", "Qwen 3 Next"])
-def test_new_states_hold_no_more_memory_than_they_take(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    """As views, they would keep the inputs of a whole chunk until the pass has ended."""
-    sizes: list[tuple[int, int]] = []
-    commit = StateLayers.commit
-
-    def measured(layers: StateLayers) -> None:
-        sizes.extend(
-            (state.untyped_storage().nbytes(), state.numel() * state.element_size())
-            for _, _, states in layers._kept
-            for state in states.values()
-        )
-        commit(layers)
-
-    monkeypatch.setattr(StateLayers, "commit", measured)
-    generated(checkpoint(family), prompts(2), max_num_batched_tokens=128)
-    assert sizes
-    assert all(held == taken for held, taken in sizes)
-
-
 def test_the_seconds_of_swaps_are_those_of_states_too(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -783,23 +760,23 @@ def test_states_have_dtypes_of_their_own_whatever_is_rounded(
 def test_mamba_2_is_scanned_by_the_kernel_where_there_is_one(
     hybrid: Path, monkeypatch: pytest.MonkeyPatch, has_kernel: bool
 ) -> None:
-    calls: list[int] = []
-    scan = NativeScan._scan
+    calls: list[tuple[int, int]] = []
+    between = MambaMixer._between
 
-    def counted(functions: NativeScan, value: torch.Tensor, *given: Any) -> torch.Tensor:
-        calls.append(value.shape[1])
-        return scan(functions, value, *given)
+    def counted(mixer: MambaMixer, module: Any, projected: torch.Tensor, *given: Any) -> Any:
+        calls.append((projected.shape[0], projected.shape[1]))
+        return between(mixer, module, projected, *given)
 
     def absent(*_: Any, **__: Any) -> Any:
         raise NoKernel("there is no C++ compiler")
 
-    monkeypatch.setattr(NativeScan, "_scan", counted)
+    monkeypatch.setattr(MambaMixer, "_between", counted)
     if not has_kernel:
-        monkeypatch.setattr(state_scan, "load_kernel", absent)
+        monkeypatch.setattr(mamba_mixer, "load_kernel", absent)
     given = prompts(4)
     expected = greedy_of_transformers(hybrid, given)
     assert generated(hybrid, given)[0] == expected
-    assert bool({1} & {*calls}) == bool({24} & {*calls}) == has_kernel
+    assert ({(4, 1), (1, 24)} <= {*calls}) == bool(calls) == has_kernel, calls
 
 
 @pytest.mark.parametrize("family", [HYBRID, "Mamba 2"])

@@ -35,10 +35,9 @@ LAYERS = {
 }
 
 
-def make_cache(
-    num_slots: int = 4, num_host_slots: int = 3, *, is_double: bool = False
-) -> StateCache:
-    sizes = {"num_slots": num_slots, "num_host_slots": num_host_slots, "is_double": is_double}
+def make_cache(num_slots: int = 4, num_host_slots: int = 3, num_snapshots: int = 0) -> StateCache:
+    sizes = {"num_slots": num_slots, "num_host_slots": num_host_slots}
+    sizes["num_snapshots"] = num_snapshots
     return StateCache(layers=LAYERS, dtype=torch.bfloat16, **sizes)
 
 
@@ -47,14 +46,13 @@ def parts(cache: StateCache) -> list[torch.Tensor]:
 
 
 def write(cache: StateCache, slot: int, value: int) -> None:
-    """A pass that is lost, where there is a place for it, and one whose states are kept."""
-    lost = cache.next_places([slot]) if cache.is_double else []
-    for content, places in ((-1, lost), (value, cache.next_places([slot]))):
+    """A pass that is lost, and one whose states are kept."""
+    for content in (-1, value):
         for layer, shapes in LAYERS.items():
-            for shape in shapes if places else ():
+            for shape in shapes:
                 part = cache.part(layer, shape.key)
                 new = torch.full((1, *shape.shape), content).to(part.dtype)
-                cache.write(layer, shape.key, torch.tensor(places), new)
+                cache.write(layer, shape.key, torch.tensor(cache.next_places([slot])), new)
     cache.advance([slot])
 
 
@@ -63,23 +61,29 @@ def write(cache: StateCache, slot: int, value: int) -> None:
     seed=st.integers(0, 1 << 32),
     num_slots=st.integers(2, 6),
     num_host=st.integers(0, 4),
-    is_double=st.booleans(),
+    num_snapshots=st.integers(0, 2),
 )
 def test_each_sequence_finds_its_state_whatever_happens(
-    seed: int, num_slots: int, num_host: int, is_double: bool
+    seed: int, num_slots: int, num_host: int, num_snapshots: int
 ) -> None:
     """Random operations, carried out in plans of several, against the contents they mean."""
     rng = random.Random(seed)
     slots, cache = (
         StateSlots(num_slots, num_host),
-        make_cache(num_slots, num_host, is_double=is_double),
+        make_cache(num_slots, num_host, num_snapshots),
     )
     plan = CopyPlan()
-    expected: dict[int, int] = {}
+    expected, snapshots = dict[int, int](), dict[int, int]()
     swapped: set[int] = set()
+
+    def snapshot(slot: int, value: int) -> list[BlockCopy]:
+        kept = num_slots + rng.randrange(num_snapshots)
+        snapshots[kept] = value
+        return [BlockCopy(slot, kept)]
+
     for seq_id in range(60):
         here = [each for each in expected if each not in swapped]
-        action = rng.choice(("allocate", "fork", "free", "out", "in", "write"))
+        action = rng.choice(("allocate", "fork", "free", "out", "in", "write", "snapshot"))
         if action == "allocate" and slots.num_free:
             cache.carry_out(plan)  # its first pass begins with zeros, after the copies
             plan = CopyPlan()
@@ -102,6 +106,8 @@ def test_each_sequence_finds_its_state_whatever_happens(
             back = rng.choice(list(swapped))
             plan.add(Direction.IN, slots.swap_in([back]))
             swapped.remove(back)
+        elif action == "snapshot" and here and num_snapshots:
+            plan.add(Direction.WITHIN, snapshot(slots.slot(here[0]), expected[here[0]]))
         elif action == "write":
             cache.carry_out(plan)
             plan = CopyPlan()
@@ -116,8 +122,11 @@ def test_each_sequence_finds_its_state_whatever_happens(
         if each not in swapped:
             place = cache.places([slots.slot(each)])[0]
             assert all(bool((part[place] == value).all()) for part in parts(cache))
-    if is_double:  # what a sequence without tokens reads
-        assert all(bool((part[PADDING_SLOT] == 0).all()) for part in parts(cache))
+    for kept, value in snapshots.items():
+        place = cache.places([kept])[0]
+        assert all(bool((part[place] == value).all()) for part in parts(cache))
+    # What a sequence without tokens reads.
+    assert all(bool((part[PADDING_SLOT] == 0).all()) for part in parts(cache))
 
 
 def test_a_method_that_raises_changes_nothing() -> None:
@@ -155,7 +164,7 @@ def test_a_method_that_raises_changes_nothing() -> None:
 def test_copies_are_checked_before_any_is_carried_out() -> None:
     cache = make_cache()
     for part in parts(cache):
-        part[:] = torch.arange(4).view(-1, *[1] * (part.dim() - 1))
+        part[:4] = torch.arange(4).view(-1, *[1] * (part.dim() - 1))
     for direction, copy_ in (
         (Direction.WITHIN, BlockCopy(1, 4)),
         (Direction.OUT, BlockCopy(1, 3)),
@@ -164,9 +173,9 @@ def test_copies_are_checked_before_any_is_carried_out() -> None:
     ):
         with pytest.raises(InvalidBlock, match=f"cannot copy slot {copy_.src} to {copy_.dst}"):
             cache.carry_out([(Direction.WITHIN, [BlockCopy(1, 2)]), (direction, [copy_])])
-    assert all(part.flatten(1)[:, 0].tolist() == [0, 1, 2, 3] for part in parts(cache))
+    assert all(part[:4].flatten(1)[:, 0].tolist() == [0, 1, 2, 3] for part in parts(cache))
     cache.carry_out([(Direction.WITHIN, [BlockCopy(1, 2), BlockCopy(2, 1)])])
-    assert all(part.flatten(1)[:, 0].tolist() == [0, 2, 1, 3] for part in parts(cache))
+    assert all(part[:4].flatten(1)[:, 0].tolist() == [0, 2, 1, 3] for part in parts(cache))
 
 
 def test_parts_have_the_dtype_of_the_model_unless_they_name_one() -> None:
@@ -178,5 +187,3 @@ def test_parts_have_the_dtype_of_the_model_unless_they_name_one() -> None:
         cache.part(2, SUMS)
     with pytest.raises(InvalidSetting, match="num_slots"):
         make_cache(0)
-    with pytest.raises(InvalidSetting, match="num_snapshots 1 needs slots of one place"):
-        StateCache(layers=LAYERS, num_slots=2, dtype=torch.half, num_snapshots=1, is_double=True)

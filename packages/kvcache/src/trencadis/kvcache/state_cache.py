@@ -15,7 +15,7 @@ import attrs
 
 from trencadis.kvcache.copy_plan import BlockCopy, Direction, as_block_copies
 from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, MissingExtra
-from trencadis.kvcache.validators import boolean, instance_of, integer
+from trencadis.kvcache.validators import instance_of, integer
 
 try:
     import torch
@@ -56,10 +56,10 @@ class StateCache:
     the others, for `StateSnapshots`. Raises `InvalidSetting` for a size below one, and
     `OutOfMemory` if the memory cannot be allocated.
 
-    With ``is_double`` each slot has two places, and `part` has the places of all slots: first one
-    of each slot, then the other ones. A forward pass reads one of them (`places`) and writes the
-    other (`next_places`), so that it can be repeated until `advance` has been called.
-    There are no snapshots then.
+    Each slot has two places, except those of snapshots, which have one. `part` has all of them:
+    first one of each slot, then the other ones, then those of snapshots. A forward pass reads one
+    (`places`) and writes the other (`next_places`), so that it can be repeated until `advance` has
+    been called.
     """
 
     def __init__(
@@ -71,7 +71,6 @@ class StateCache:
         device: torch.device | str = "cpu",
         num_host_slots: int = 0,
         num_snapshots: int = 0,
-        is_double: bool = False,
     ) -> None:
         instance_of(dict).checked("layers", layers)
         positive = integer(1, remedy="pass a positive number")
@@ -83,15 +82,8 @@ class StateCache:
             "num_snapshots", num_snapshots
         )
         self.device = as_device(device)
-        self.is_double: bool = boolean().checked("is_double", is_double)
-        if is_double and num_snapshots:
-            raise InvalidSetting(
-                f"num_snapshots {num_snapshots} needs slots of one place: pass 0, or is_double "
-                "False",
-                "num_snapshots",
-            )
         self._is_second = [False] * self.num_slots
-        num_places = self.num_slots * (2 if is_double else 1) + self.num_snapshots
+        num_places = 2 * self.num_slots + self.num_snapshots
         self._parts: dict[tuple[int, StateKey], torch.Tensor] = {}
         self._host: dict[tuple[int, StateKey], torch.Tensor] = {}
         for layer, parts in layers.items():
@@ -109,7 +101,7 @@ class StateCache:
                 )
 
     def part(self, layer: int, key: StateKey) -> torch.Tensor:
-        """A part of a layer's state in all slots, ``[num_slots, ...]``, or in all places.
+        """A part of a layer's state in all places, ``[2 * num_slots + num_snapshots, ...]``.
 
         Raises `InvalidSetting` for one that the layer does not keep.
         """
@@ -127,20 +119,20 @@ class StateCache:
         self.part(layer, key).index_copy_(0, places, states)
 
     def places(self, slots: Sequence[int]) -> list[int]:
-        """Where the states of these slots are."""
-        if not self.is_double:
-            return list(slots)
-        return [slot + self.num_slots * self._is_second[slot] for slot in slots]
+        """Where the states of these slots are, also of those of snapshots."""
+        number, is_second = self.num_slots, self._is_second
+        return [
+            slot + number * (slot >= number or is_second[slot])  # snapshots are behind all places
+            for slot in slots
+        ]
 
     def next_places(self, slots: Sequence[int]) -> list[int]:
-        """Where their next states are written."""
-        if not self.is_double:
-            return list(slots)
+        """Where their next states are written. Not of snapshots."""
         return [slot + self.num_slots * (not self._is_second[slot]) for slot in slots]
 
     def advance(self, slots: Iterable[int]) -> None:
         """From now on their states are where `next_places` has said."""
-        for slot in slots if self.is_double else ():
+        for slot in slots:
             self._is_second[slot] = not self._is_second[slot]
 
     def carry_out(self, plan: Iterable[tuple[Direction, Sequence[BlockCopy]]]) -> None:

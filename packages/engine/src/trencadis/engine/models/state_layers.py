@@ -6,8 +6,10 @@ one token share a call, in rows; each longer prefill chunk has a call of its own
 that of Mamba 1, begin a chunk with sums of zero: there a chunk with tokens before takes a call for
 each of its tokens.
 
-A forward pass reads the slots of the states and keeps the new states apart, until
-`StateLayers.commit`: a pass that fails, or is repeated for fewer sequences, has changed nothing.
+Each slot of states has two places (`StateCache`). A forward pass writes the one that it does not
+read, and `StateLayers.commit` makes it the one to read: a pass that fails, or is repeated for fewer
+sequences, has changed nothing. A kernel that computes a layer (`Mixer`) is given the places,
+and transformers' module a copy of the states.
 
 Compiled programs call these modules as an operator, as they do attention: how many calls there are
 depends on the sequences of the batch, and the program on the number of tokens alone.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -45,9 +48,14 @@ from trencadis.engine.models.state_functions import (
 from trencadis.kvcache import PADDING_SLOT
 from trencadis.kvcache.state_cache import StateCache, StateKey, StateShape
 
+logger = logging.getLogger("trencadis.engine")
+
 CONV = "conv"
 RECURRENT = "recurrent"
 """The kinds of states that transformers' cache has: the last inputs of a convolution, and sums."""
+
+_TOLERANCE = 0.05
+"""Largest difference of a layer with a kernel, of bf16, beside the largest value."""
 
 _LIBRARY = torch.library.Library("trencadis", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("layer_with_state(Tensor hidden) -> Tensor")  # type: ignore[no-untyped-call]
@@ -60,6 +68,36 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
     """The name that a forward function has for its cache; None where it takes none."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+@attrs.frozen(eq=False)
+class StatePlaces:
+    """Where a part of the states of some rows is read and written.
+
+    ``part``: ``[places, ...]``, of a layer, in a `StateCache`. ``reads``, ``writes``: places,
+    ``[rows]``, int64; a state that is read at -1 is zero.
+    """
+
+    part: torch.Tensor
+    reads: torch.Tensor
+    writes: torch.Tensor
+
+    def states(self) -> torch.Tensor:
+        """A copy of the states, ``[rows, ...]``."""
+        found = self.part.index_select(0, self.reads.clamp(min=0))
+        is_zero = self.reads < 0
+        if is_zero.any():
+            found[is_zero] = 0
+        return found
+
+    def write(self, states: torch.Tensor) -> None:
+        """Write new ones, ``[rows, ...]``."""
+        self.part.index_copy_(0, self.writes, states)
+
+
+Mixer = Callable[[nn.Module, torch.Tensor, StatePlaces, StatePlaces], torch.Tensor]
+"""Computes a layer that has a convolution and a sum: its module, the hidden states of some rows,
+and where the states of both are."""
 
 
 class StateRow(NamedTuple):
@@ -93,24 +131,48 @@ class StateTensors(NamedTuple):
 
 @attrs.frozen(eq=False)
 class _Part:
-    """Rows of a batch that share a call: tokens ``[rows, tokens]``, slots ``[rows]``.
+    """Rows of a batch that share a call: tokens ``[rows, tokens]``, places ``[rows]``.
 
-    ``begun``: ``[rows]``, 1.0 where there is a state to read and 0.0 where it is zero.
+    ``span``: of the tokens in the forward pass, where all are behind each other.
     """
 
     tokens: torch.Tensor
-    slots: torch.Tensor
-    begun: torch.Tensor | None
+    reads: torch.Tensor
+    writes: torch.Tensor
+    span: slice | None
 
     @classmethod
-    def of(cls, rows: Sequence[StateRow]) -> _Part:
-        offsets = torch.tensor([row.offset for row in rows])
-        begun = torch.tensor([not row.is_first for row in rows])
+    def of(cls, rows: Sequence[StateRow], cache: StateCache | None) -> _Part:
+        num_tokens, first = rows[0].num_tokens, rows[0].offset
+        offsets = [row.offset for row in rows]
+        end = first + num_tokens * len(rows)
+        slots = [row.slot for row in rows]
+        places = slots if cache is None else cache.places(slots)
+        reads = [-1 if row.is_first else place for row, place in zip(rows, places, strict=True)]
         return cls(
-            offsets[:, None] + torch.arange(rows[0].num_tokens),
-            torch.tensor([row.slot for row in rows]),
-            None if begun.all() else begun,
+            torch.tensor(offsets)[:, None] + torch.arange(num_tokens),
+            torch.tensor(reads),
+            torch.tensor(slots if cache is None else cache.next_places(slots)),
+            slice(first, end) if offsets == [*range(first, end, num_tokens)] else None,
         )
+
+    @property
+    def begins(self) -> bool:
+        """Whether a row has no state to read."""
+        return bool((self.reads < 0).any())
+
+    def select(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the rows have of ``[1, T, hidden size]``: ``[rows, tokens, hidden size]``."""
+        if self.span is None:
+            return hidden[0, self.tokens]
+        return hidden[0, self.span].view(*self.tokens.shape, -1)
+
+    def write(self, hidden: torch.Tensor, result: torch.Tensor) -> None:
+        """The reverse: write ``result``, ``[rows, tokens, hidden size]``."""
+        if self.span is None:
+            hidden[0, self.tokens] = result
+        else:
+            hidden[0, self.span] = result.flatten(0, 1)
 
 
 class _Current(threading.local):
@@ -133,7 +195,6 @@ class StateLayers:
         self._shapes = {i: layer.states for i, layer in enumerate(layers) if layer.states}
         self._cache: StateCache | None = None
         self._parts: list[_Part] = []
-        self._kept: list[tuple[int, torch.Tensor, Mapping[StateKey, torch.Tensor]]] = []
         self._advanced: list[int] = []
         self._functions = StaticFunctions()
         self._modules: list[tuple[int, Any, str]] = []
@@ -142,8 +203,11 @@ class StateLayers:
         self.paged: PagedContext | None = None
         """That of the forward pass, in static shapes or with programs."""
         self._passes_on = False
+        self._mixers: dict[int, Callable[..., torch.Tensor]] = {}
         config: Any = model.config
-        hidden = torch.ones(1, 2, config.get_text_config(decoder=True).hidden_size, dtype=dtype)
+        self._hidden_size: int = config.get_text_config(decoder=True).hidden_size
+        self._dtype = dtype
+        hidden = torch.ones(1, 2, self._hidden_size, dtype=dtype)
         by_tokens: dict[str, bool] = {}
         found: set[int] = set()
         modules: Any = model.modules()
@@ -194,13 +258,21 @@ class StateLayers:
         """Some models do not pass on to their layers what they are called with."""
         return None if "paged" in kwargs else (args, {**kwargs, "paged": self.paged})
 
-    def use_functions(self, functions: StaticFunctions, names: frozenset[str]) -> None:
-        """Compute with those of these names where layers call others, in the same shapes."""
+    def use_mixer(self, mixer: Mixer) -> None:
+        """Let a kernel compute the layers that it computes as their own ``forward`` does.
+
+        A layer of each class is called, to compare.
+        """
+        values = torch.Generator().manual_seed(1)
+        hidden = torch.randn(2, 3, self._hidden_size, generator=values)
+        takes: dict[type[nn.Module], bool] = {}
         for number, module, argument in self._modules:
-            called = functions_of(module) & names
-            if called:
-                own = with_functions(module, functions.in_place_of(called))
-                module.forward = functools.partial(self._forward, number, own, argument, False)
+            kind = type(module)
+            if kind not in takes:
+                compared = mixer, argument, self._shapes[number], hidden, self._dtype
+                takes[kind] = computes_the_same(module, *compared)
+            if takes[kind]:
+                self._mixers[number] = functools.partial(mixer, module)
 
     def use_cache(self, cache: StateCache | None) -> None:
         """Read and keep states there from now on."""
@@ -212,10 +284,16 @@ class StateLayers:
 
         Not for static shapes: see `StateTensors`.
         """
-        singles = [row for row in rows if row.num_tokens == 1]
         _CURRENT.layers = self
-        self._parts = [_Part.of(singles)] if singles else []
-        self._parts += [_Part.of([row]) for row in rows if row.num_tokens > 1]
+        alike: dict[int, list[StateRow]] = {}
+        if self._mixers.keys() >= self._shapes.keys():
+            for row in rows:
+                alike.setdefault(row.num_tokens, []).append(row)
+        else:
+            alike = {i: [row] for i, row in enumerate(rows, 2) if row.num_tokens > 1}
+            if singles := [row for row in rows if row.num_tokens == 1]:
+                alike[1] = singles
+        self._parts = [_Part.of(each, self._cache) for each in alike.values()]
 
     def places(self, rows: Sequence[StateRow], batch: int) -> torch.Tensor:
         """The `StateTensors` of a batch of these sequences and so many rows: int32 ``[3 * batch]``.
@@ -244,15 +322,9 @@ class StateLayers:
         if self._cache is not None:
             self._cache.advance(self._advanced)
         self._advanced.clear()
-        kept, self._kept = self._kept, []
-        for layer, slots, states in kept:
-            for key, state in states.items():
-                if self._cache is not None:
-                    self._cache.part(layer, key).index_copy_(0, slots, state)
 
     def drop(self) -> None:
         """Forget the new states: the passes have failed, or served no sequence."""
-        self._kept.clear()
         self._advanced.clear()
 
     def _forward_static(
@@ -302,17 +374,18 @@ class StateLayers:
             return traced
         result = torch.zeros_like(hidden_states)
         for part in self._parts:
-            states = LayerStates(
-                {shape.key: self._read(layer, shape, part) for shape in self._shapes[layer]}
-            )
+            places = {shape.key: self._places(layer, shape, part) for shape in self._shapes[layer]}
+            rows = part.select(hidden_states)
+            if (mixer := self._mixers.get(layer)) is not None:
+                part.write(result, mixer(rows, *_of_mixer(places)))
+                continue
+            states = LayerStates({key: place.states() for key, place in places.items()})
             given: dict[str, Any] = {argument: states}
-            steps: Sequence[torch.Tensor] = (part.tokens,)
-            if by_tokens and part.begun is None:
-                steps = torch.split(part.tokens, 1, dim=1)
-            for tokens in steps:
-                result[0, tokens] = own(hidden_states[0, tokens], **given)
-            kept = {key: _alone(state) for key, state in states.states.items()}
-            self._kept.append((layer, part.slots, kept))
+            steps = rows.shape[1] if part.begins or not by_tokens else 1
+            computed = [own(tokens, **given) for tokens in torch.split(rows, steps, dim=1)]
+            part.write(result, torch.cat(computed, dim=1) if len(computed) > 1 else computed[0])
+            for key, state in states.states.items():
+                places[key].write(state)
         return result
 
     def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -320,15 +393,10 @@ class StateLayers:
         result: torch.Tensor = self._of_layer[layer].forward(hidden_states)
         return result
 
-    def _read(self, layer: int, shape: StateShape, part: _Part) -> torch.Tensor:
-        """The states of the sequences of a part, ``[rows, ...]``: a copy."""
+    def _places(self, layer: int, shape: StateShape, part: _Part) -> StatePlaces:
         if self._cache is None:
             raise ModelError(f"layer {layer} keeps a state, and there is no cache for it")
-        read = self._cache.part(layer, shape.key).index_select(0, part.slots)
-        if part.begun is None:
-            return read
-        begun = part.begun.view(-1, *[1] * (read.dim() - 1))
-        return torch.where(begun, read, torch.zeros((), dtype=read.dtype))
+        return StatePlaces(self._cache.part(layer, shape.key), part.reads, part.writes)
 
 
 class LayerStates:
@@ -392,10 +460,45 @@ class LayerStates:
         return self.states[key]
 
 
-def _alone(state: torch.Tensor) -> torch.Tensor:
-    """A state, copied where it is a part of a larger tensor: this one is freed with the layer."""
-    is_part = state.untyped_storage().nbytes() > state.numel() * state.element_size()
-    return state.clone(memory_format=torch.contiguous_format) if is_part else state
+def _of_mixer(places: Mapping[StateKey, StatePlaces]) -> tuple[StatePlaces, StatePlaces]:
+    return places[StateKey(CONV, 0)], places[StateKey(RECURRENT, 0)]
+
+
+@torch.inference_mode()
+def computes_the_same(
+    module: nn.Module,
+    mixer: Mixer,
+    argument: str,
+    shapes: Sequence[StateShape],
+    hidden: torch.Tensor,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether a kernel computes nearly what a module does, and the same states.
+
+    ``hidden``: ``[2, T, hidden size]``, from which T tokens are computed, and one, in ``dtype``.
+    """
+    reads, writes = torch.arange(2), torch.arange(2, 4)
+    values = torch.Generator().manual_seed(2)
+    parts = {
+        shape.key: torch.randn(4, *shape.shape, generator=values).to(shape.dtype or dtype)
+        for shape in shapes
+    }
+    places = {key: StatePlaces(part, reads, writes) for key, part in parts.items()}
+    for rows in (hidden[:, :1].to(dtype), hidden.to(dtype)):
+        states = LayerStates({key: place.states() for key, place in places.items()})
+        given: dict[str, Any] = {argument: states}
+        expected = type(module).forward(module, rows, **given)
+        try:
+            pairs = [(mixer(module, rows, *_of_mixer(places)), expected)]
+        except (AttributeError, KeyError, ValueError) as error:
+            logger.debug("%s has no kernel of its own: %s", type(module).__name__, error)
+            return False
+        pairs += [(parts[key][2:], state) for key, state in states.states.items()]
+        for found, other in pairs:
+            if not (found - other).abs().max() <= _TOLERANCE * other.abs().max():
+                logger.info("%s has no kernel of its own: it differs", type(module).__name__)
+                return False
+    return True
 
 
 @torch.inference_mode()

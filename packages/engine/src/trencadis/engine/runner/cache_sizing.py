@@ -233,7 +233,6 @@ class CacheSizing:
                 device=place or self._device.torch_device,
                 num_host_slots=self.num_host_state_slots(num_host_blocks),
                 num_snapshots=num_snapshots,
-                is_double=self._device.static_states,
             )
         shared = None
         if self._config.kv_tiers and self._config.tensor_parallel_size > 1 and num_host_blocks:
@@ -359,9 +358,10 @@ class CacheSizing:
 
     def _plan_memory(self, free_memory: int) -> MemoryPlan:
         settings = self._config.graphs
-        # A step keeps the new states beside those that it has read, or in second places.
-        places = 2 if self._device.static_states else 1
-        num_states = places * self.num_state_slots + self._config.max_num_seqs
+        # Each slot has two places. In static shapes a layer has copies of all states besides.
+        num_states = 2 * self.num_state_slots
+        if self._device.static_states:
+            num_states += self._config.max_num_seqs
         of_states = num_states * self.state_bytes
         if of_states and of_states >= free_memory:
             raise ConfigError(

@@ -442,7 +442,7 @@ class ForwardRunner:
                 computed = self._compute(batch)
         else:
             computed = graph.replay(batch.inputs, self._given_to_graphs())
-        if self.states is not None and batch.state_places is not None:
+        if self.states is not None:
             self.states.note(batch.state_rows)
         self._device.mark_step()
         logits, *hidden = computed

@@ -17,6 +17,7 @@ from trencadis.engine.devices.cpu.adapter_products import load_adapter_kernel
 from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel_of
 from trencadis.engine.devices.cpu.expert_products import TiledExperts, load_expert_kernel
 from trencadis.engine.devices.cpu.huge_pages import move_to_huge_pages
+from trencadis.engine.devices.cpu.mamba_mixer import MambaMixer
 from trencadis.engine.devices.cpu.native_calls import Replayer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.numa import node_cores, rank_cores
@@ -24,7 +25,6 @@ from trencadis.engine.devices.cpu.onednn_linear import OneDNNLinear, onednn_pack
 from trencadis.engine.devices.cpu.rank_sums import RankSums
 from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
 from trencadis.engine.devices.cpu.router_products import load_router_functions, use_native_routers
-from trencadis.engine.devices.cpu.state_scan import FUNCTIONS, NativeScan
 from trencadis.engine.devices.cpu.threads import (
     AdaptiveThreads,
     default_num_threads,
@@ -200,7 +200,7 @@ class CPUDevice(Device):
         """
         self.attention = self._attention_of(model)
         if (states := state_layers_of(model)) is not None:
-            self._scan_states(states)
+            self._mix_states(states)
         self._multiply_integers(model)
         self._tile_experts(model)
         layers = [
@@ -275,13 +275,13 @@ class CPUDevice(Device):
             return CPUAttention()
         return CPUAttention(kernel)
 
-    def _scan_states(self, states: StateLayers) -> None:
+    def _mix_states(self, states: StateLayers) -> None:
         try:
-            scan = NativeScan(self._kernels, trusted=self._trusted)
+            mixer = MambaMixer(self._kernels, trusted=self._trusted)
         except NoKernel as error:
             logger.info("Layers that keep a state have no kernel of their own: %s", error)
             return
-        states.use_functions(scan, FUNCTIONS)
+        states.use_mixer(mixer)
 
     def _multiply_integers(self, model: nn.Module) -> None:
         """Replace packed layers whose weights the kernel multiplies."""

@@ -1,0 +1,364 @@
+// The convolution, the recurrence and the norm of Mamba 2, on states in the places of a cache.
+//
+// A job is a row and one of its heads, or some of its channels, so a result does not depend on the other rows.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <omp.h>
+#include <vector>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include "exponential.h"
+
+namespace {
+
+constexpr int64_t W = 16;              // lanes of a vector
+constexpr int64_t LINE = 8;            // vectors of a state that stay in registers
+constexpr int64_t TOKENS = 16;         // that a state passes before it is written
+constexpr int64_t MOST = 512;          // numbers of a line of a state
+constexpr int64_t CHANNELS = 4 * W;    // that are convolved together
+constexpr int64_t TAPS = 8;            // of a convolution, at most
+constexpr int64_t BEYOND_CACHE = 1 << 22;  // bytes of new states that are written past the caches
+
+typedef uint16_t Half;  // bf16
+typedef uint16_t SixteenHalves __attribute__((vector_size(32)));
+typedef uint32_t SixteenWords __attribute__((vector_size(64)));
+
+static inline SixteenFloats load(const float* from) {
+    SixteenFloats values;
+    std::memcpy(&values, from, sizeof values);
+    return values;
+}
+static inline SixteenFloats load(const Half* from) {
+    SixteenHalves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return (SixteenFloats)(__builtin_convertvector(halves, SixteenWords) << 16);
+}
+static inline float number(float x) { return x; }
+static inline float number(Half x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+static inline void store(float* to, float x) { *to = x; }
+static inline void store(Half* to, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    // To nearest, ties to even.
+    *to = (Half)(std::isnan(x) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static inline float sum_of(SixteenFloats x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float lanes[W];
+    std::memcpy(lanes, &x, sizeof lanes);
+    for (int64_t half = W / 2; half > 0; half /= 2)
+        for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    return lanes[0];
+#endif
+}
+
+static inline void write(float* to, SixteenFloats x, bool past_caches) {
+#ifdef __AVX512F__
+    if (past_caches) {
+        _mm512_stream_ps(to, (__m512)x);
+        return;
+    }
+#endif
+    std::memcpy(to, &x, sizeof x);
+}
+
+// S = S kept + added b^T and sums += S c, for V vectors of a line of S and one token after the other.
+template <int V>
+static inline void pass(const float* from, float* to, const float* kept, const float* added,
+                        const float* b, const float* c, int64_t padded, int64_t tokens, float* sums,
+                        bool past_caches) {
+    SixteenFloats line[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) line[v] = from ? load(from + v * W) : SixteenFloats{};
+    for (int64_t t = 0; t < tokens; ++t) {
+        const SixteenFloats keep = of_all(kept[t]), add = of_all(added[t]);
+        const float *writes = b + t * padded, *reads = c + t * padded;
+        SixteenFloats even = {}, odd = {};
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) {
+            line[v] = line[v] * keep + add * load(writes + v * W);
+            (v % 2 ? odd : even) += line[v] * load(reads + v * W);
+        }
+        sums[t] += sum_of(even + odd);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) write(to + v * W, line[v], past_caches);
+}
+
+static inline void pass_line(const float* from, float* to, const float* kept, const float* added,
+                             const float* b, const float* c, int64_t padded, int64_t tokens,
+                             float* sums, bool past_caches) {
+    int64_t n = 0;
+    const auto next = [&](auto run, int64_t vectors) {
+        for (; n + vectors * W <= padded; n += vectors * W)
+            run(from ? from + n : nullptr, to + n, kept, added, b + n, c + n, padded, tokens, sums,
+                past_caches);
+    };
+    next(pass<LINE>, LINE);
+    next(pass<4>, 4);
+    next(pass<2>, 2);
+    next(pass<1>, 1);
+}
+
+template <class Number>
+static void widen(const Number* from, float* to, int64_t size, int64_t padded) {
+    int64_t n = 0;
+    for (; n + W <= size; n += W) {
+        const SixteenFloats values = load(from + n);
+        std::memcpy(to + n, &values, sizeof values);
+    }
+    for (; n < size; ++n) to[n] = number(from[n]);
+    for (; n < padded; ++n) to[n] = 0.0f;
+}
+
+static inline float step_of(float dt, float low, float high) {
+    if (dt <= 20.0f) dt = std::log1p(std::exp(dt));
+    return std::min(std::max(dt, low), high);
+}
+
+struct Scan {
+    const void *x, *dt, *b, *c;
+    const float *a, *bias, *skip;  // of each head
+    float *out, *states;
+    const int64_t *reads, *writes;
+    int64_t x_row, x_token, dt_row, dt_token, b_row, b_token, c_row, c_token;
+    int64_t rows, tokens, heads, width, groups, size, threads;
+    float low, high;
+};
+
+// For each token S = S exp(dt a) + (dt x) b^T, then out = S c + skip x, with dt = softplus(dt + bias) within
+// limits. x is [rows, tokens, heads, width], dt [rows, tokens, heads], b and c [rows, tokens, groups, size], with
+// strides of rows and tokens. States are [places, heads, width, size]; one that is read at -1 is zero.
+template <class Number>
+static void scan(const Scan& s) {
+    const int64_t padded = (s.size + W - 1) / W * W, of_state = s.heads * s.width * s.size;
+    const bool is_whole = padded == s.size, past_caches = is_whole && s.tokens == 1 &&
+        s.rows * of_state * (int64_t)sizeof(float) > BEYOND_CACHE && (uintptr_t)s.states % 64 == 0;
+#pragma omp parallel for num_threads(s.threads) schedule(static) if (s.threads > 1)
+    for (int64_t job = 0; job < s.rows * s.heads; ++job) {
+        const int64_t row = job / s.heads, head = job % s.heads, group = head / (s.heads / s.groups);
+        alignas(64) float b[TOKENS * MOST], c[TOKENS * MOST], line[MOST];
+        float kept[TOKENS], steps[TOKENS], added[TOKENS], sums[TOKENS];
+        const int64_t within = head * s.width * s.size;
+        float* to = s.states + s.writes[row] * of_state + within;
+        const float* from = s.reads[row] < 0 ? nullptr : s.states + s.reads[row] * of_state + within;
+        for (int64_t first = 0; first < s.tokens; first += TOKENS) {
+            const int64_t tokens = std::min(TOKENS, s.tokens - first);
+            for (int64_t t = 0; t < tokens; ++t) {
+                const int64_t token = first + t;
+                const float dt = number(((const Number*)s.dt)[row * s.dt_row + token * s.dt_token + head]);
+                steps[t] = step_of(dt + s.bias[head], s.low, s.high);
+                kept[t] = std::exp(steps[t] * s.a[head]);
+                const int64_t of_group = group * s.size;
+                widen((const Number*)s.b + row * s.b_row + token * s.b_token + of_group,
+                      b + t * padded, s.size, padded);
+                widen((const Number*)s.c + row * s.c_row + token * s.c_token + of_group,
+                      c + t * padded, s.size, padded);
+            }
+            const Number* x = (const Number*)s.x + row * s.x_row + first * s.x_token + head * s.width;
+            float* out = s.out + ((row * s.tokens + first) * s.heads + head) * s.width;
+            for (int64_t p = 0; p < s.width; ++p) {
+                for (int64_t t = 0; t < tokens; ++t) {
+                    added[t] = steps[t] * number(x[t * s.x_token + p]);
+                    sums[t] = 0.0f;
+                }
+                const float* old = from ? from + p * s.size : nullptr;
+                if (is_whole) {
+                    pass_line(old, to + p * s.size, kept, added, b, c, padded, tokens, sums,
+                              past_caches);
+                } else {
+                    if (old) widen(old, line, s.size, padded);
+                    pass_line(old ? line : nullptr, line, kept, added, b, c, padded, tokens, sums,
+                              false);
+                    std::memcpy(to + p * s.size, line, s.size * sizeof(float));
+                }
+                for (int64_t t = 0; t < tokens; ++t)
+                    out[t * s.heads * s.width + p] = sums[t] + s.skip[head] * number(x[t * s.x_token + p]);
+            }
+            from = to;
+        }
+    }
+}
+
+static inline SixteenFloats silu(SixteenFloats x) {
+    const SixteenIntegers negative = x < SixteenFloats{};
+    const SixteenFloats e = exponential(negative ? x : -x);
+    return x * (negative ? e : of_all(1.0f)) / (e + 1.0f);
+}
+
+// The taps of some channels, and then their biases: [taps + 1][CHANNELS], zero behind the last channel.
+template <class Number>
+static void taps_of(const Number* weight, const Number* bias, int64_t taps, int64_t count, float* to) {
+    for (int64_t k = 0; k <= taps; ++k)
+        for (int64_t c = 0; c < CHANNELS; ++c)
+            to[k * CHANNELS + c] = c >= count ? 0.0f
+                : k < taps                    ? number(weight[c * taps + k])
+                : bias                        ? number(bias[c])
+                                              : 0.0f;
+}
+
+// The sums of CHANNELS channels, with their activation: inputs are [taps][CHANNELS].
+static void convolve(const float* inputs, const float* taps, int64_t num_taps, float* out) {
+    for (int64_t c = 0; c < CHANNELS; c += W) {
+        SixteenFloats sum = load(taps + num_taps * CHANNELS + c);
+        for (int64_t k = 0; k < num_taps; ++k)
+            sum += load(inputs + k * CHANNELS + c) * load(taps + k * CHANNELS + c);
+        sum = silu(sum);
+        std::memcpy(out + c, &sum, sizeof sum);
+    }
+}
+
+struct Convolution {
+    const void *x, *weight, *bias;  // the bias may be null
+    void *out, *states;
+    const int64_t *reads, *writes;
+    int64_t x_row, x_token, rows, tokens, channels, taps, known, threads;
+};
+
+// The last inputs of some channels: `inputs` [taps - 1][CHANNELS] from a state, and a new state after `tokens`
+// more, x. States are [channels, known].
+template <class Number>
+static void read_state(const Convolution& s, const Number* old, int64_t count, float* inputs) {
+    for (int64_t k = 0; k < s.taps - 1; ++k)
+        for (int64_t c = 0; c < CHANNELS; ++c)
+            inputs[k * CHANNELS + c] =
+                old && c < count ? number(old[c * s.known + s.known - s.taps + 1 + k]) : 0.0f;
+}
+template <class Number>
+static void write_state(const Convolution& s, const Number* old, const Number* x, int64_t count,
+                        Number* now) {
+    for (int64_t k = 0; k < s.known; ++k) {
+        const int64_t token = s.tokens - s.known + k;
+        for (int64_t c = 0; c < count; ++c)
+            now[c * s.known + k] = token >= 0 ? x[token * s.x_token + c]
+                : old                         ? old[c * s.known + s.known + token]
+                                              : Number{};
+    }
+}
+
+template <class Number>
+static void convolve_rows(const Convolution& s) {
+    const int64_t blocks = (s.channels + CHANNELS - 1) / CHANNELS, before = s.taps - 1;
+#pragma omp parallel num_threads(s.threads) if (s.threads > 1)
+    {
+        alignas(64) float taps[(TAPS + 1) * CHANNELS], inputs[2 * TAPS * CHANNELS], sums[CHANNELS];
+        int64_t block_of_taps = -1;
+#pragma omp for schedule(static)
+        for (int64_t job = 0; job < s.rows * blocks; ++job) {
+            const int64_t block = job / s.rows, row = job % s.rows, first = block * CHANNELS;
+            const int64_t count = std::min(CHANNELS, s.channels - first);
+            if (block != block_of_taps)
+                taps_of((const Number*)s.weight + first * s.taps,
+                        s.bias ? (const Number*)s.bias + first : nullptr, s.taps, count, taps);
+            block_of_taps = block;
+            const Number* x = (const Number*)s.x + row * s.x_row + first;
+            Number* states = (Number*)s.states + first * s.known;
+            const int64_t of_state = s.channels * s.known;
+            const Number* old = s.reads[row] < 0 ? nullptr : states + s.reads[row] * of_state;
+            read_state(s, old, count, inputs);
+            write_state(s, old, x, count, states + s.writes[row] * of_state);
+            Number* out = (Number*)s.out + row * s.tokens * s.channels + first;
+            // A token's inputs and those before it are behind each other, and move when no room is left.
+            int64_t held = before;
+            for (int64_t t = 0; t < s.tokens; ++t, ++held) {
+                if (held == 2 * TAPS) {
+                    std::memmove(inputs, inputs + (held - before) * CHANNELS,
+                                 before * CHANNELS * sizeof(float));
+                    held = before;
+                }
+                widen(x + t * s.x_token, inputs + held * CHANNELS, count, CHANNELS);
+                convolve(inputs + (held - before) * CHANNELS, taps, s.taps, sums);
+                for (int64_t c = 0; c < count; ++c) store(out + t * s.channels + c, sums[c]);
+            }
+        }
+    }
+}
+
+struct Mixer {
+    const void *projected, *weight, *conv_bias, *decay, *step_bias, *skip, *norm;  // conv_bias and norm may be null
+    void *conv_states, *convolved, *out;
+    float *states, *scanned;
+    const int64_t *reads, *writes;
+    int64_t row, token, rows, tokens, heads, width, groups, size, taps, known, of_norm, threads;
+    float low, high, epsilon;
+};
+
+// out = norm(scanned silu(gate)), over `of_norm` numbers at once; without a norm where that is null.
+template <class Number>
+static void normalise(const Mixer& m) {
+    const int64_t inner = m.heads * m.width;
+#pragma omp parallel for num_threads(m.threads) schedule(static) if (m.threads > 1)
+    for (int64_t token = 0; token < m.rows * m.tokens; ++token) {
+        const Number* gate = (const Number*)m.projected + token / m.tokens * m.row +
+            token % m.tokens * m.token;
+        float* values = m.scanned + token * inner;
+        Number* out = (Number*)m.out + token * inner;
+        for (int64_t first = 0; first < inner; first += m.of_norm) {
+            float squares = 0.0f;
+            for (int64_t n = first; n < first + m.of_norm; n += W) {
+                const int64_t count = std::min(W, first + m.of_norm - n);
+                float gates[W], lanes[W];
+                widen(gate + n, gates, count, W);
+                widen(values + n, lanes, count, W);
+                const SixteenFloats gated = load(lanes) * silu(load(gates));
+                std::memcpy(values + n, &gated, count * sizeof(float));
+                squares += sum_of(gated * gated);
+            }
+            const float scale = m.norm ? 1.0f / std::sqrt(squares / m.of_norm + m.epsilon) : 1.0f;
+            for (int64_t n = first; n < first + m.of_norm; ++n)
+                store(out + n, values[n] * scale * (m.norm ? number(((const Number*)m.norm)[n]) : 1.0f));
+        }
+    }
+}
+
+template <class Number>
+static void mix(const Mixer& m) {
+    const int64_t inner = m.heads * m.width, between = m.groups * m.size;
+    const int64_t channels = inner + 2 * between;
+    std::vector<float> of_heads(3 * m.heads);
+    for (int64_t h = 0; h < m.heads; ++h) {
+        of_heads[h] = -std::exp(number(((const Number*)m.decay)[h]));
+        of_heads[m.heads + h] = number(((const Number*)m.step_bias)[h]);
+        of_heads[2 * m.heads + h] = number(((const Number*)m.skip)[h]);
+    }
+    const Number *projected = (const Number*)m.projected, *convolved = (const Number*)m.convolved;
+    convolve_rows<Number>({projected + inner, m.weight, m.conv_bias, m.convolved, m.conv_states,
+                           m.reads, m.writes, m.row, m.token, m.rows, m.tokens, channels, m.taps,
+                           m.known, m.threads});
+    const int64_t of_row = m.tokens * channels;
+    scan<Number>({convolved, projected + inner + channels, convolved + inner,
+                         convolved + inner + between, of_heads.data(), of_heads.data() + m.heads,
+                         of_heads.data() + 2 * m.heads, m.scanned, m.states, m.reads, m.writes,
+                         of_row, channels, m.row, m.token, of_row, channels, of_row, channels,
+                         m.rows, m.tokens, m.heads, m.width, m.groups, m.size, m.threads, m.low,
+                         m.high});
+    normalise<Number>(m);
+}
+
+}  // namespace
+
+// All between the two projections of a layer: the convolution, the scan, and the norm with a gate. projected
+// [rows, tokens, ...] has strides, and of each token the gate, what is convolved, and dt. convolved and scanned
+// are memory for results in between. All bf16 or fp32 but states and scanned, which are fp32. Returns 0, or 1 for
+// sizes that it does not take.
+extern "C" int mix_rows(const Mixer* given, int64_t is_bf16) {
+    const Mixer& m = *given;
+    if (m.size > MOST || m.heads % m.groups || m.taps > TAPS || m.taps < 1 || m.known < m.taps - 1 ||
+        m.of_norm < 1 || m.heads * m.width % m.of_norm)
+        return 1;
+    is_bf16 ? mix<Half>(m) : mix<float>(m);
+    return 0;
+}
