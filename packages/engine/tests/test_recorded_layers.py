@@ -375,6 +375,56 @@ def test_replayed_layers_attend_within_their_windows(
         assert replayed == [answers(other) for _ in range(2)]  # the second time with prefix hits
 
 
+@pytest.fixture(params=["Granite 4 (hybrid)", "Mamba 2"])
+def with_states(
+    request: pytest.FixtureRequest, tmp_path: Path, add_tokenizer: Callable[[Path], None]
+) -> Path:
+    made = save_family(request.param, tmp_path)
+    add_tokenizer(made)
+    return made
+
+
+@pytest.mark.slow
+def test_replayed_layers_advance_their_states(
+    with_states: Path,
+    recordings: list[RecordedLayers],
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    """Sequences come and go, so that one has another row and another place in each step."""
+    llm = engine(with_states, max_num_seqs=3)
+    replayed = [answers(llm) for _ in range(2)]
+    assert lists_of(recordings), log.text
+    monkeypatch.setattr(CPUDevice, "record_layers", lambda self, run, *_: run)
+    other = engine(with_states, max_num_seqs=3)
+    assert replayed == [answers(other) for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_states_of_a_cache_after_sleep_are_those_that_are_read(
+    with_states: Path, recordings: list[RecordedLayers]
+) -> None:
+    core = EngineCore(EngineConfig(model=str(with_states), num_blocks=60, **SETTINGS))
+    core.warm_up()
+    switcher = ModelSwitcher(core)
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+
+    def serve() -> list[int]:
+        core.add("request", GenerateRequest(tuple(range(40, 60)), params))
+        return [token.token_id for token in iter_tokens(core)]
+
+    before = serve()
+    assert lists_of(recordings) == 1
+    old = [*core.executor.worker.cache.states._parts.values()]
+    switcher.sleep(1)
+    switcher.wake_up()
+    for part in old:
+        part.fill_(1.0)
+    assert serve() == before
+    assert all(bool(torch.all(part == 1.0)) for part in old)
+    assert lists_of(recordings) == 1
+
+
 @pytest.mark.slow
 def test_another_number_of_threads_has_a_recording_of_its_own(
     model: Path, unrecorded: list[Sequence[int]], recordings: list[RecordedLayers]

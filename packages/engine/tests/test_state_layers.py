@@ -26,6 +26,7 @@ from trencadis.engine import (
     EngineConfig,
     EngineCore,
     GenerateRequest,
+    ModelError,
     SamplingParams,
     StructuredOutput,
 )
@@ -34,6 +35,7 @@ from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices.cpu import CPUDevice, mamba_mixer
 from trencadis.engine.devices.cpu.mamba_mixer import MambaMixer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
+from trencadis.engine.models import decoder_layers
 from trencadis.engine.models.loader import inspect_model, load_model
 from trencadis.engine.models.packed_weight import QuantizedLinear
 from trencadis.engine.models.rounded_weights import round_weights
@@ -688,11 +690,12 @@ def noting(compute: Callable[..., Any], layers: list[int]) -> Callable[..., Any]
 
 @host_rows
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [HYBRID, "Qwen 3 Next"])
-def test_programs_of_models_with_experts_compute_nearly_the_same(
+@pytest.mark.parametrize("family", [HYBRID, "Qwen 3 Next", "Falcon Mamba", "Mamba 2"])
+def test_programs_in_bf16_compute_nearly_the_same(
     checkpoint: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:
-    """In bf16, the only type that experts are compiled in, which rounds elsewhere in a program."""
+    """Which rounds elsewhere in a program. Experts are compiled in no other type, and the last two
+    families pass hidden states on in fp32."""
     settings = {**SMALL, **AMPLE, "dtype": "bfloat16", "runner": "pooling"}
     programs = {"compile": True, "warmup": "full", "compile_cache": str(tmp_path)}
     found = []
@@ -702,6 +705,21 @@ def test_programs_of_models_with_experts_compute_nearly_the_same(
         assert llm.core.stats.num_cold_forwards == 0
     assert bool(llm.core.executor.device.num_compilations())  # type: ignore[attr-defined]
     assert (found[0] * found[1]).sum(1).min() > 0.99
+
+
+@host_rows
+def test_a_layer_that_returns_another_type_than_it_takes_is_not_compiled(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs look at no dtype: that of the first layer would read what is in fp32 as bf16."""
+    forward = decoder_layers._forward
+
+    def as_it_is(number: int, own: Any, results: Any, _: bool, *given: Any, **named: Any) -> Any:
+        return forward(number, own, results, False, *given, **named)
+
+    monkeypatch.setattr(decoder_layers, "_forward", as_it_is)
+    with pytest.raises(ModelError, match=r"returns torch.float32 for torch.bfloat16"):
+        compiled_core(checkpoint("Mamba 2"), tmp_path, device=Tracing(), dtype="bfloat16")
 
 
 @host_rows

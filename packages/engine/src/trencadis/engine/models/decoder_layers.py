@@ -85,7 +85,9 @@ class DecoderLayers:
         self._layers = layers
         for number, layer in enumerate(layers):
             num_results = self.specs[number].results
-            layer.forward = functools.partial(_forward, number, layer.forward, num_results)
+            # Such layers return fp32, also for what the first one is given in bf16.
+            widens = number == 0 and bool(getattr(layer, "residual_in_fp32", False))
+            layer.forward = functools.partial(_forward, number, layer.forward, num_results, widens)
 
     @property
     def numbers(self) -> range:
@@ -166,6 +168,12 @@ class DecoderLayers:
                 raise ModelError(
                     f"a decoder layer returns {type(result).__name__} where one tensor was "
                     "expected: serve this model without --compile"
+                )
+            if result.dtype is not tensors[0].dtype:
+                raise ModelError(
+                    f"a decoder layer returns {result.dtype} for {tensors[0].dtype}, and one "
+                    "program cannot serve the layer after it too: serve this model without "
+                    "--compile"
                 )
             return (result, *held.written) if held.written else result
 
@@ -380,12 +388,22 @@ class _OneLayer:
 
 
 def _forward(
-    number: int, own: Callable[..., Any], num_results: int | None, *args: Any, **kwargs: Any
+    number: int,
+    own: Callable[..., Any],
+    num_results: int | None,
+    widens: bool,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """``num_results``: the length of the tuple that the layer returns, see `LayerSpec`."""
+    """``num_results``: the length of the tuple that the layer returns, see `LayerSpec`.
+
+    ``widens``: hidden states are given in fp32.
+    """
     run: LayerRun | None = kwargs["paged"].layer_run
     if run is None:
         return own(*args, **kwargs)
+    if widens:
+        args = (args[0].float(), *args[1:])
     hidden = run(number, own, args, kwargs)
     return hidden if num_results is None else (hidden, *[None] * (num_results - 1))
 

@@ -274,6 +274,16 @@ class StateLayers:
             if takes[kind]:
                 self._mixers[number] = functools.partial(mixer, module)
 
+    @property
+    def are_mixed(self) -> bool:
+        """Whether a `Mixer` computes all layers."""
+        return self._mixers.keys() >= self._shapes.keys()
+
+    @property
+    def numbers(self) -> list[int]:
+        """Those of the layers that keep a state."""
+        return list(self._shapes)
+
     def use_cache(self, cache: StateCache | None) -> None:
         """Read and keep states there from now on."""
         self._cache = cache
@@ -286,7 +296,7 @@ class StateLayers:
         """
         _CURRENT.layers = self
         alike: dict[int, list[StateRow]] = {}
-        if self._mixers.keys() >= self._shapes.keys():
+        if self.are_mixed:
             for row in rows:
                 alike.setdefault(row.num_tokens, []).append(row)
         else:
@@ -372,31 +382,57 @@ class StateLayers:
         if type(hidden_states) is not torch.Tensor:  # it is being traced
             traced: torch.Tensor = torch.ops.trencadis.layer_with_state(hidden_states)
             return traced
+        computed = functools.partial(self._of_part, layer, own, argument, by_tokens, hidden_states)
+        if len(self._parts) == 1 and self._parts[0].span == slice(0, hidden_states.shape[1]):
+            return computed(self._parts[0]).view(hidden_states.shape)
         result = torch.zeros_like(hidden_states)
         for part in self._parts:
-            places = {shape.key: self._places(layer, shape, part) for shape in self._shapes[layer]}
-            rows = part.select(hidden_states)
-            if (mixer := self._mixers.get(layer)) is not None:
-                part.write(result, mixer(rows, *_of_mixer(places)))
-                continue
-            states = LayerStates({key: place.states() for key, place in places.items()})
-            given: dict[str, Any] = {argument: states}
-            steps = rows.shape[1] if part.begins or not by_tokens else 1
-            computed = [own(tokens, **given) for tokens in torch.split(rows, steps, dim=1)]
-            part.write(result, torch.cat(computed, dim=1) if len(computed) > 1 else computed[0])
-            for key, state in states.states.items():
-                places[key].write(state)
+            part.write(result, computed(part))
         return result
+
+    def _of_part(
+        self,
+        layer: int,
+        own: Callable[..., torch.Tensor],
+        argument: str,
+        by_tokens: bool,
+        hidden_states: torch.Tensor,
+        part: _Part,
+    ) -> torch.Tensor:
+        """What a layer computes for the rows of a part: ``[rows, tokens, hidden size]``."""
+        if self._cache is None:
+            raise ModelError(f"layer {layer} keeps a state, and there is no cache for it")
+        places = {
+            shape.key: StatePlaces(self._cache.part(layer, shape.key), part.reads, part.writes)
+            for shape in self._shapes[layer]
+        }
+        rows = part.select(hidden_states)
+        if (mixer := self._mixers.get(layer)) is not None:
+            return mixer(rows, *_of_mixer(places))
+        states = LayerStates({key: place.states() for key, place in places.items()})
+        given: dict[str, Any] = {argument: states}
+        steps = rows.shape[1] if part.begins or not by_tokens else 1
+        computed = [own(tokens, **given) for tokens in torch.split(rows, steps, dim=1)]
+        for key, state in states.states.items():
+            places[key].write(state)
+        return torch.cat(computed, dim=1)
 
     def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """A layer's part with a state, for a program that calls it as an operator."""
         result: torch.Tensor = self._of_layer[layer].forward(hidden_states)
         return result
 
-    def _places(self, layer: int, shape: StateShape, part: _Part) -> StatePlaces:
+    def decode_places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a pass with a token of each sequence reads and writes states: ``[sequences]``."""
+        (part,) = self._parts
+        return part.reads, part.writes
+
+    def addresses(self, layer: int) -> list[int]:
+        """Of the parts of a layer's state."""
         if self._cache is None:
             raise ModelError(f"layer {layer} keeps a state, and there is no cache for it")
-        return StatePlaces(self._cache.part(layer, shape.key), part.reads, part.writes)
+        parts = {shape.key: self._cache.part(layer, shape.key) for shape in self._shapes[layer]}
+        return [parts[StateKey(kind, 0)].data_ptr() for kind in (CONV, RECURRENT)]
 
 
 class LayerStates:

@@ -248,6 +248,11 @@ class ForwardRunner:
         places = self.states.places(batch.state_rows, batch.shape.batch)
         return attrs.evolve(batch, state_places=self._device.upload(places))
 
+    def _begin_states(self, batch: ModelInput) -> None:
+        """Where the host alone knows the rows."""
+        if self.states is not None:
+            self.states.begin(batch.state_rows or dummy_rows(batch.shape))
+
     def _use_states(self, cache: KVCache) -> None:
         if self.states is not None:
             self.states.use_cache(cache.states)
@@ -436,6 +441,7 @@ class ForwardRunner:
                 layer_run = self._layer_runs.get(self._program_key(batch.shape))
                 batch = batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
             if self._replayed.takes(batch):
+                self._begin_states(batch)
                 own = self._own_tensors()
                 computed = self._replayed.run(batch, self._model, own, self._compute)
             else:
@@ -465,8 +471,8 @@ class ForwardRunner:
             reads, writes, tokens = tensors.states
             places: Any = {"state_reads": reads, "state_writes": writes, "state_tokens": tokens}
             paged = attrs.evolve(paged, **places)
-        elif self.states is not None:
-            self.states.begin(batch.state_rows or dummy_rows(batch.shape))
+        else:
+            self._begin_states(batch)
         if self.states is not None:
             self.states.paged = paged
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,13 @@ from typing import Any
 import attrs
 import torch
 
-from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
+from trencadis.engine.devices.cpu.native_calls import (
+    Address,
+    address_of,
+    float_bits,
+    is_recording,
+    note,
+)
 from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
 from trencadis.engine.models.block_attention import BlockAttention, attend_in_parts
 from trencadis.engine.models.layer_spec import LIMITS, LayerSpec, feature_beyond
@@ -194,7 +199,7 @@ def _decode(
     sizes = (query.shape[2], keys.shape[1], keys.shape[2])
     given = (
         *(*rows, *_of_cache(layer, paged), *_read(paged)),
-        *(*sizes, _bits(scale), torch.get_num_threads()),
+        *(*sizes, float_bits(scale), torch.get_num_threads()),
     )
     if compute(*given):
         raise no_memory()
@@ -274,12 +279,6 @@ def _read(paged: DecodeContext) -> tuple[int, ...]:
         *((0, 0) if extra is None else (extra.data_ptr(), extra.shape[0])),
         paged.owners.shape[0],
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _bits(scale: float) -> int:
-    """A number in fp32 as an integer: what the kernel takes, whose arguments are all integers."""
-    return int.from_bytes(struct.pack("<f", scale), "little")
 
 
 def _numbers_of(chunk: RaggedChunk) -> tuple[int, int, int, int]:

@@ -199,8 +199,9 @@ class CPUDevice(Device):
         first forward pass, whose memory is measured.
         """
         self.attention = self._attention_of(model)
-        if (states := state_layers_of(model)) is not None:
-            self._mix_states(states)
+        self._states = state_layers_of(model)
+        if self._states is not None:
+            self._mix_states(self._states)
         self._multiply_integers(model)
         self._tile_experts(model)
         layers = [
@@ -245,15 +246,15 @@ class CPUDevice(Device):
         own: Sequence[Sequence[torch.Tensor]],
         specs: Sequence[LayerSpec],
     ) -> LayerRun:
-        if any(spec.states for spec in specs):
-            return run  # not native calls alone: transformers' modules keep the states
+        if self._states is not None and not self._states.are_mixed:
+            return run  # transformers' modules make other calls, too
         if self._replayer is None:
             try:
                 self._replayer = Replayer(self._kernels, trusted=self._trusted)
             except NoKernel as error:
                 logger.info("Decode steps are not recorded: %s", error)
                 return run
-        return RecordedLayers(run, programs, own, specs, self._replayer)
+        return RecordedLayers(run, programs, own, specs, self._replayer, self._states)
 
     def end_warm_up(self) -> None:
         self._programs.drop_headers()

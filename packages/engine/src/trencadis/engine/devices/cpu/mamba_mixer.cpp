@@ -53,6 +53,13 @@ static inline void store(Half* to, float x) {
     *to = (Half)(std::isnan(x) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+static inline float of_bits(int64_t bits) {
+    const uint32_t low = (uint32_t)bits;
+    float value;
+    std::memcpy(&value, &low, sizeof value);
+    return value;
+}
+
 static inline float sum_of(SixteenFloats x) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)x);
@@ -354,10 +361,22 @@ static void mix(const Mixer& m) {
 // [rows, tokens, ...] has strides, and of each token the gate, what is convolved, and dt. convolved and scanned
 // are memory for results in between. All bf16 or fp32 but states and scanned, which are fp32. Returns 0, or 1 for
 // sizes that it does not take.
-extern "C" int mix_rows(const Mixer* given, int64_t is_bf16) {
-    const Mixer& m = *given;
-    if (m.size > MOST || m.heads % m.groups || m.taps > TAPS || m.taps < 1 || m.known < m.taps - 1 ||
-        m.of_norm < 1 || m.heads * m.width % m.of_norm)
+//
+// Arguments are integers and addresses alone, so that calls can be made again from a list; the last three have
+// the bits of an fp32 number.
+extern "C" int mix_rows(const void* projected, const void* weight, const void* conv_bias, const void* decay,
+                        const void* step_bias, const void* skip, const void* norm, void* convolved,
+                        float* scanned, void* out, void* conv_states, float* states,
+                        const int64_t* reads, const int64_t* writes, int64_t row, int64_t token,
+                        int64_t rows, int64_t tokens, int64_t heads, int64_t width, int64_t groups,
+                        int64_t size, int64_t taps, int64_t known, int64_t of_norm, int64_t threads,
+                        int64_t is_bf16, int64_t low, int64_t high, int64_t epsilon) {
+    const Mixer m = {projected, weight, conv_bias, decay, step_bias, skip, norm, conv_states,
+                     convolved, out, states, scanned, reads, writes, row, token, rows, tokens, heads,
+                     width, groups, size, taps, known, of_norm, threads, of_bits(low),
+                     of_bits(high), of_bits(epsilon)};
+    if (size > MOST || heads % groups || taps > TAPS || taps < 1 || known < taps - 1 || of_norm < 1 ||
+        heads * width % of_norm)
         return 1;
     is_bf16 ? mix<Half>(m) : mix<float>(m);
     return 0;

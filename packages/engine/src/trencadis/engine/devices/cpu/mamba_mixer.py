@@ -14,6 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from trencadis.engine.devices.cpu.native_calls import (
+    address_of,
+    data_address,
+    float_bits,
+    note,
+)
 from trencadis.engine.devices.cpu.native_kernel import load_kernel
 from trencadis.engine.models.state_layers import StatePlaces
 
@@ -22,25 +28,10 @@ _SOURCE = Path(__file__).with_name("mamba_mixer.cpp")
 _NO_LIMITS = float("-inf"), float("inf")
 
 
-_POINTERS = (
-    *("projected", "weight", "conv_bias", "decay", "step_bias", "skip", "norm", "conv_states"),
-    *("convolved", "out", "states", "scanned", "reads", "writes"),
-)
-_INTEGERS = (
-    *("row", "token", "rows", "tokens", "heads", "width", "groups", "size"),
-    *("taps", "known", "of_norm", "threads"),
-)
-_FLOATS = ("low", "high", "epsilon")
+_ADDRESSES = 14
+"""Arguments of the kernel that are addresses; the last four are those of the states of a step."""
 
-
-class _Mixer(ctypes.Structure):
-    """As in the kernel's source."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _INTEGERS),
-        *((name, ctypes.c_float) for name in _FLOATS),
-    )
+_OTHERS = 16
 
 
 class MambaMixer:
@@ -53,7 +44,8 @@ class MambaMixer:
     def __init__(self, directory: Path | None = None, *, trusted: bool = False) -> None:
         library = load_kernel(_SOURCE, (), directory, trusted=trusted)
         self._mix: Any = library.mix_rows
-        self._mix.argtypes = ctypes.POINTER(_Mixer), ctypes.c_int64
+        self._mix.argtypes = [ctypes.c_void_p] * _ADDRESSES + [ctypes.c_int64] * _OTHERS
+        self._address = address_of(self._mix)
 
     def __call__(
         self, module: Any, hidden: torch.Tensor, conv: StatePlaces, sums: StatePlaces
@@ -80,42 +72,40 @@ class MambaMixer:
         channels = inner + 2 * groups * size
         norm: Any = None if isinstance(module.norm, nn.Identity) else module.norm
         weight = module.conv1d.weight
-        given: dict[str, Any] = {
-            "projected": projected,
-            "weight": weight,
-            "conv_bias": module.conv1d.bias,
-            "decay": module.A_log,
-            "step_bias": module.dt_bias,
-            "skip": module.D,
-            "norm": None if norm is None else norm.weight,
-            "conv_states": conv.part,
-        }
+        of_layer = (
+            *(weight, module.conv1d.bias, module.A_log, module.dt_bias, module.D),
+            None if norm is None else norm.weight,
+        )
         dtype, states = projected.dtype, sums.part
-        others = {each.dtype for each in given.values() if each is not None} - {dtype}
+        others = {each.dtype for each in (*of_layer, conv.part) if each is not None} - {dtype}
         if others or states.dtype is not torch.float32 or dtype not in _DTYPES:
             raise ValueError(f"the kernel takes no {dtype} with {others} and {states.dtype}")
         shapes = (projected.shape[2], *weight.shape[:2], *conv.part.shape[1:2], *states.shape[1:])
         expected = (inner + channels + heads, channels, 1, channels, heads, width, size)
         if shapes != expected or module.activation not in ("silu", "swish"):
             raise ValueError(f"the kernel takes no {type(module).__name__} of {shapes}")
-        given["states"], given["reads"], given["writes"] = states, sums.reads, sums.writes
-        given["convolved"] = projected.new_empty(rows, tokens, channels)
-        given["scanned"] = states.new_empty(rows, tokens, inner)
-        given["out"] = out = projected.new_empty(rows, tokens, inner)
-        if not all(each is None or each.is_contiguous() for each in given.values()):
+        made = (
+            projected.new_empty(rows, tokens, channels),
+            states.new_empty(rows, tokens, inner),
+            projected.new_empty(rows, tokens, inner),
+        )
+        given = (projected, *of_layer, *made, conv.part, states, sums.reads, sums.writes)
+        if not all(each is None or each.is_contiguous() for each in given):
             raise ValueError("the kernel takes contiguous tensors alone")
-        sizes = (rows, tokens, heads, width, groups, size, weight.shape[2], conv.part.shape[2])
         # transformers limits time steps of several tokens alone.
         limits = module.time_step_limit if tokens > 1 else _NO_LIMITS
-        mixer = _Mixer(
-            *(None if given[name] is None else given[name].data_ptr() for name in _POINTERS),
-            *projected.stride()[:2],
-            *(*sizes, _of_norm(norm, inner), torch.get_num_threads()),
-            *(*limits, 0.0 if norm is None else norm.variance_epsilon),
+        epsilon = 0.0 if norm is None else norm.variance_epsilon
+        arguments = (
+            *(data_address(each) for each in given),
+            *(*projected.stride()[:2], rows, tokens, heads, width, groups, size),
+            *(weight.shape[2], conv.part.shape[2], _of_norm(norm, inner), torch.get_num_threads()),
+            *(dtype is torch.bfloat16, *map(float_bits, (*limits, epsilon))),
         )
-        if self._mix(mixer, dtype is torch.bfloat16):
+        if self._mix(*arguments):
             raise ValueError(f"the kernel takes no {type(module).__name__} of {shapes}")
-        return out
+        changing = range(_ADDRESSES - 4, _ADDRESSES)
+        note(self._address, arguments, made, has_status=True, changing=changing)
+        return made[-1]
 
 
 _DTYPES = frozenset({torch.bfloat16, torch.float32})

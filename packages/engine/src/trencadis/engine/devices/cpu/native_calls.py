@@ -10,7 +10,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import functools
 import operator
+import struct
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
@@ -103,6 +105,12 @@ def note(
 def data_address(tensor: torch.Tensor | None) -> Address:
     """Where the numbers of a tensor are; 0 for None."""
     return Address(0 if tensor is None else tensor.data_ptr())
+
+
+@functools.lru_cache(maxsize=64)
+def float_bits(value: float) -> int:
+    """A number in fp32 as an integer, for a function whose arguments are all integers."""
+    return int.from_bytes(struct.pack("<f", value), "little")
 
 
 def address_of(function: Callable[..., object]) -> int:
@@ -233,7 +241,9 @@ class CallList:
             (number, *np.array([(w, d) for w, n, d in self._in_given if n == number]).T)
             for number in sorted({number for _, number, _ in self._in_given})
         ]
-        self._places = np.array(self._changing, dtype=np.intp)
+        most = max(map(len, self._changing), default=0)
+        places = [[*each, *each[-1:] * (most - len(each))] for each in self._changing]
+        self._places = np.array(places, dtype=np.intp)
         # Hundreds of call lists may be kept, and Python lists are larger than the arrays.
         self._words.clear()
         self._in_given.clear()
@@ -255,7 +265,8 @@ class CallList:
         """Make the calls; returns the first status that is not 0, and a copy of the result.
 
         ``given``: in the order, shapes and layouts of `add`. ``changing``: a row for each call with
-        changing arguments, or one row for all. Raises `RuntimeError` where a function has raised
+        changing arguments, or one row for all; the last number of a call with fewer of them is
+        repeated. Raises `RuntimeError` where a function has raised
         an exception of C++.
         """
         if self._memory is not self._scratch.memory:

@@ -38,17 +38,21 @@ from trencadis.engine.devices.inductor import generated_code
 from trencadis.engine.models.decoder_layers import layer_inputs
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.paged_context import DecodeContext, LayerCaches, LayerRun, PagedContext
+from trencadis.engine.models.state_layers import StateLayers
 
 logger = logging.getLogger("trencadis.engine")
 
 _OPERATORS = frozenset(
     f"trencadis.{name}.default"
     for name in (
-        *("add_adapters", "largest_of_rows", "paged_attention", "plain_product"),
-        *("tiled_experts", "tiled_linear", "tiled_linears"),
+        *("add_adapters", "largest_of_rows", "layer_with_state", "paged_attention"),
+        *("plain_product", "tiled_experts", "tiled_linear", "tiled_linears"),
     )
 )
 """What a program may call besides its own kernels: these note their native calls."""
+
+_OF_STATE = 4
+"""Changing arguments of a layer with a state: the addresses of its parts and of their places."""
 
 _MOST_LISTS = 512
 """Call lists that are kept: one for each number of sequences and of threads."""
@@ -79,8 +83,8 @@ class RecordedLayers:
     """A `LayerRun` that computes all layers in the call of the first, where it can.
 
     ``run`` computes one layer by its program in ``programs``, with the weights in ``own``, and
-    attends as ``specs`` say. Where a layer is computed by something that cannot be recorded, all
-    steps are computed by ``run``.
+    attends as ``specs`` say, or advances ``states``. Where a layer is computed by something that
+    cannot be recorded, all steps are computed by ``run``.
     """
 
     def __init__(
@@ -90,11 +94,15 @@ class RecordedLayers:
         own: Sequence[Sequence[torch.Tensor]],
         specs: Sequence[LayerSpec],
         replayer: Replayer,
+        states: StateLayers | None = None,
     ) -> None:
         self._run = run
         self._programs = programs
         self._own = own
         self._specs = specs
+        self._states = states
+        self._with_state = [] if states is None else states.numbers
+        self._attending = [layer for layer in range(len(own)) if layer not in self._with_state]
         self._limited = [(layer, spec) for layer, spec in enumerate(specs) if spec.has_limits]
         self._replayer = replayer
         self._scratch = Scratch()
@@ -197,15 +205,26 @@ class RecordedLayers:
         return result
 
     def _changing_arguments(self, paged: DecodeContext) -> npt.NDArray[np.int64]:
-        """What attention is given in this step: a row for each layer."""
+        """What attention, or a layer's state, is given in this step: a row for each layer."""
         if self._cache() is not paged.cache:
-            layers = range(len(self._own))
-            rows = [changing_arguments(layer, paged) for layer in layers]
-            self._changing = np.array(rows, dtype=np.int64)
+            attends = {layer: changing_arguments(layer, paged) for layer in self._attending}
+            most = max(map(len, attends.values()), default=_OF_STATE)
+            self._changing = np.zeros((len(self._own), most), dtype=np.int64)
+            for layer, row in attends.items():
+                self._changing[layer] = row
+            if self._states is not None:
+                for layer in self._with_state:
+                    self._changing[layer, :OF_CACHE] = self._states.addresses(layer)
             self._cache = weakref.ref(paged.cache)
-        else:
+        elif self._attending:
             # Layers of one window differ in their part of the cache alone.
-            self._changing[:, OF_CACHE:] = changing_arguments(0, paged)[OF_CACHE:]
+            row = changing_arguments(self._attending[0], paged)
+            layers = self._attending if self._with_state else slice(None)
+            self._changing[layers, OF_CACHE:] = row[OF_CACHE:]
+        if self._states is not None:
+            reads, writes = self._states.decode_places()
+            self._changing[self._with_state, OF_CACHE] = reads.data_ptr()
+            self._changing[self._with_state, OF_CACHE + 1 :] = writes.data_ptr()
         if paged.groups:
             for layer, spec in enumerate(self._specs):
                 of_group = paged.groups[paged.group_of[layer]]
@@ -234,7 +253,7 @@ class RecordedLayers:
                     operators.check()
                     calls.add(recording, given, result)
                     if calls.num_changing != layer + 1:
-                        raise NotRecordable("a layer does not attend once")
+                        raise NotRecordable("a layer does not attend, or advance a state, once")
             if result.isnan().any():
                 return result  # which equals nothing: a later step is recorded
             calls.finish()
