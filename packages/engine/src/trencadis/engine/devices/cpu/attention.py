@@ -63,7 +63,7 @@ OF_CACHE = 2
 """How many of `changing_arguments` depend on the layer: the place of its cache."""
 
 _DECODE: tuple[Any, ...] = (*_ROWS, *[_POINTER] * 3, *[_INTEGER] * 7)
-_PREFILL: tuple[Any, ...] = (*_ROWS, _POINTER, *[_INTEGER] * 4, ctypes.c_float, *[_INTEGER] * 2)
+_PREFILL: tuple[Any, ...] = (*_ROWS, _POINTER, *[_INTEGER] * 4, ctypes.c_float, *[_INTEGER] * 4)
 
 
 @attrs.frozen(eq=False)
@@ -90,8 +90,8 @@ class AttentionKernel:
     def supports(self, layer: LayerSpec) -> str | None:
         """See `Attention.supports`. What is not supported is computed by PyTorch's operations.
 
-        Of a layer with `LIMITS`, decode alone is: its blocks and bias have them already
-        (`DecodeContext.within`).
+        Of a layer with `LIMITS`, prefill is given them, and the blocks and the bias of decode have
+        them already (`DecodeContext.within`).
         """
         sizes = (self.groups * layer.kv_heads, self.head_dim, self.head_dim)
         if (layer.heads, layer.key_width, layer.value_width) != sizes:
@@ -180,8 +180,8 @@ class CPUAttention:
         if isinstance(paged, DecodeContext):
             seen = paged.within(spec) if is_limited else paged
             return _decode(kernel.decode, query, key, value, layer, seen, scale)
-        if isinstance(paged, RaggedContext) and kernel.prefill is not None and not is_limited:
-            return _prefill(kernel.prefill, kernel.widens, query, key, value, layer, paged, scale)
+        if isinstance(paged, RaggedContext) and kernel.prefill is not None:
+            return _prefill(kernel.prefill, kernel.widens, query, key, value, layer, paged, spec)
         return self._blocks.attend(query, key, value, layer, paged, spec, sinks)
 
 
@@ -232,7 +232,7 @@ def _prefill(
     value: torch.Tensor,
     layer: int,
     paged: RaggedContext,
-    scale: float,
+    spec: LayerSpec,
 ) -> torch.Tensor:
     keys = paged.cache.key(layer)
     out, rows = _rows(query, key, value)
@@ -241,7 +241,8 @@ def _prefill(
         *(*rows, *_of_cache(layer, paged)),
         *((_INTEGER * len(chunks))(*chunks), len(paged.chunks)),
         *(query.shape[2], keys.shape[1], keys.shape[2]),
-        *(scale, torch.get_num_threads(), int(widens)),
+        *(spec.scale, *(limit or 0 for limit in spec.limits)),
+        *(torch.get_num_threads(), int(widens)),
     )
     if status:
         raise no_memory()

@@ -709,20 +709,31 @@ static inline __m512i widened(const Scalar* from) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
 }
 
+// Which positions a query attends to: `window` of the last, and those of its own `chunk` of positions; 0 for
+// all.
+struct Limits {
+    int64_t window, chunk;
+    int64_t oldest(int64_t position) const {
+        const int64_t of_window = window > 0 ? position - window + 1 : 0;
+        return std::max<int64_t>({0, of_window, chunk > 0 ? position / chunk * chunk : 0});
+    }
+};
+
 // Keys as [TILE / 32, D / 2, 32]: pairs of a key's values. Values as [WIDTH / 32, TILE / 2, 32]: pairs
-// of two positions. Positions from `count` on are 0, and so are a head's values from D on.
+// of two positions. Positions before `begin` and from `count` on are 0, and so are a head's values from D on.
 struct Packed {
     alignas(64) int32_t keys[TILE * D / 2];
     alignas(64) int32_t values[WIDTH * TILE / 2];
 
-    void fill(const Cache& cache, const Chunk& chunk, int64_t head, int64_t first, int count) {
+    void fill(const Cache& cache, const Chunk& chunk, int64_t head, int64_t first, int64_t begin,
+              int count) {
         for (int s = 0; s < TILE; s += 2) {
             static const Scalar none[D] = {};
             const Scalar* pair[2] = {none, none};
             Scalar room[2][2][D];
             for (int i = 0; i < 2; ++i) {
                 int32_t* column = keys + s / COLUMNS * COLUMNS * D / 2 + s % COLUMNS + i;
-                if (s + i >= count) {
+                if (s + i < begin || s + i >= count) {
                     for (int u = 0; u < D / 2; ++u) column[u * COLUMNS] = 0;
                     continue;
                 }
@@ -743,17 +754,19 @@ struct Packed {
 struct Softmax {
     float peak = -INFINITY, total = 0;
 
-    // Takes the positions up to `last`; returns the ratio of the old sums to the new ones.
+    // Takes the positions from `begin` up to `last`; returns the ratio of the old sums to the new ones.
     template <class Products>
-    float add(const float* scores, float scale, int last, typename Products::Entry* weights) {
+    float add(const float* scores, float scale, int begin, int last,
+              typename Products::Entry* weights) {
         const Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         Vector x[TILE / W], tops = splat(-INFINITY), sums = Vector{};
         for (int v = 0; v < TILE / W; ++v) {
-            const Integers masked = lanes + v * W > last;
+            const Integers masked = (lanes + v * W > last) | (lanes + v * W < begin);
             x[v] = masked ? splat(-INFINITY) : loadf(scores + v * W) * scale;
             tops = tops > x[v] ? tops : x[v];
         }
-        const float top = std::max(peak, largest(tops));
+        const float highest = std::max(peak, largest(tops));
+        const float top = highest == -INFINITY ? 0.0f : highest;  // no position so far: weights are 0
         const float ratio = top > peak ? std::exp(peak - top) : 1.0f;
         for (int v = 0; v < TILE / W; ++v) {
             x[v] = exponential(x[v] - top);
@@ -765,7 +778,7 @@ struct Softmax {
                                                                              (__m512)x[v]));
         for (int u = 0; u < TILE / 2; ++u)
             Products::put(weights + u * R * Products::OF_UNIT, row[u]);
-        peak = top;
+        peak = highest;
         total = total * ratio + sum(sums);
         return ratio;
     }
@@ -774,7 +787,7 @@ struct Softmax {
 template <class Products>
 static void attend_queries(const Queries& item, const Chunk& chunk, const Cache& cache,
                            const Scalar* query, int64_t query_head, int64_t query_row, Scalar* out,
-                           int64_t K, float scale) {
+                           int64_t K, float scale, const Limits& limits) {
     const int64_t count = std::min<int64_t>(QUERIES, chunk.end - chunk.start - item.first);
     const int64_t rows = count * G, start = chunk.start + item.first;
     typedef typename Products::Entry Entry;
@@ -796,19 +809,23 @@ static void attend_queries(const Queries& item, const Chunk& chunk, const Cache&
     }
     std::memset(packed.values, 0, sizeof packed.values);
     const int64_t first = chunk.context + item.first, visible = first + count;
-    for (int64_t tile = 0; tile < visible; tile += TILE) {
+    const int64_t oldest = limits.oldest(first);
+    for (int64_t tile = oldest / TILE * TILE; tile < visible; tile += TILE) {
         const int seen = (int)std::min<int64_t>(TILE, visible - tile);
         const int products = (seen + COLUMNS - 1) / COLUMNS;
-        packed.fill(cache, chunk, item.head, tile, seen);
+        packed.fill(cache, chunk, item.head, tile, oldest - tile, seen);
         for (int64_t begin = 0; begin < rows; begin += R) {
             for (int h = 0; h < products; ++h)
                 multiply<Products>(scores + h * COLUMNS, TILE, nullptr, queries + begin * OF_ROW,
                                    packed.keys + h * COLUMNS * D / 2, D / 2);
             float ratio[R] = {};
             for (int64_t r = 0; r < std::min<int64_t>(R, rows - begin); ++r) {
-                const int64_t last = std::min<int64_t>(TILE, first + (begin + r) / G - tile);
-                ratio[r] = softmax[begin + r].template add<Products>(scores + r * TILE, scale,
-                                                                     (int)last, weights + r);
+                const int64_t position = first + (begin + r) / G;
+                const int64_t from = std::max<int64_t>(0, limits.oldest(position) - tile);
+                const int64_t last = std::min<int64_t>(TILE, position - tile);
+                ratio[r] = softmax[begin + r].template add<Products>(
+                    scores + r * TILE, scale, (int)std::min<int64_t>(TILE, from), (int)last,
+                    weights + r);
             }
             for (int c = 0; c < WIDTH / COLUMNS; ++c)
                 multiply<Products>(sums + begin * WIDTH + c * COLUMNS, WIDTH, ratio, weights,
@@ -827,14 +844,14 @@ static void attend_queries(const Queries& item, const Chunk& chunk, const Cache&
 
 // query [K * G, T, D], key and value [K, T, D], each with the strides of its first two axes; out
 // [T, K * G, D]; write_blocks, write_offsets [T]. The chunks follow each other from token 0 on. Tokens
-// after the last one are padding: nothing is written for them, and their rows of `out` are 0. widens:
-// by `Floats`, otherwise by `Pairs`.
+// after the last one are padding: nothing is written for them, and their rows of `out` are 0. window, chunk: see
+// `Limits`. widens: by `Floats`, otherwise by `Pairs`.
 extern "C" int prefill_attention(
     const Scalar* query, int64_t query_head, int64_t query_row, const Scalar* key,
     const Scalar* value, int64_t key_head, int64_t key_row, int64_t value_head, int64_t value_row,
     Scalar* out, Code* keys, Code* values, const int64_t* write_blocks,
     const int64_t* write_offsets, const Chunk* chunks, int64_t num_chunks, int64_t T, int64_t K,
-    int64_t S, float scale, int64_t num_threads, int64_t widens) try {
+    int64_t S, float scale, int64_t window, int64_t chunk, int64_t num_threads, int64_t widens) try {
     const Cache cache{keys, values, K * S * ROW, S * ROW, S, write_blocks, write_offsets};
     int64_t count = 0;
     for (int64_t i = 0; i < num_chunks; ++i) count += chunks[i].blocks_of_queries() * K;
@@ -859,7 +876,7 @@ extern "C" int prefill_attention(
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < count; ++i)
             attend(items[i], chunks[items[i].chunk], cache, query, query_head, query_row, out, K,
-                   scale);
+                   scale, {window, chunk});
     }
     std::memset(out + end * K * G * D, 0, sizeof(Scalar) * (T - end) * K * G * D);
     return 0;
