@@ -248,6 +248,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "broken_files",
             "chat_templates",
             "layer_spec",
+            "layer_states",
             "logit_head",
             "packed_weight",
             "pooling",
@@ -264,7 +265,7 @@ FLOORS: dict[str, list[set[str]]] = {
             *("gguf_blocks", "hub", "layer_inputs", "measured_scales"),
             *("packed_experts", "packed_formats"),
             "paged_context",
-            *("rank_part", "score_heads"),
+            *("rank_part", "score_heads", "state_mixer"),
         },
         {
             *(

@@ -18,13 +18,8 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2MambaMixer
 
 from trencadis.engine.devices.cpu.mamba_mixer import MambaMixer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
-from trencadis.engine.models.state_layers import (
-    CONV,
-    RECURRENT,
-    LayerStates,
-    StatePlaces,
-    computes_the_same,
-)
+from trencadis.engine.models.layer_states import CONV, RECURRENT, LayerStates, StatePlaces
+from trencadis.engine.models.state_mixer import computes_the_same
 from trencadis.kvcache.state_cache import StateKey, StateShape
 
 HIDDEN, HEADS, WIDTH, GROUPS = 24, 4, 12, 2
@@ -93,13 +88,16 @@ def made(family: str, size: int, taps: int, dtype: torch.dtype = torch.float32) 
 
 
 def places(module: Any, rows: int) -> dict[StateKey, torch.Tensor]:
-    """Memory for states, full of what no row may read."""
+    """Memory for states, full of what no row may read, and last a place of zeros."""
     shapes = (module.conv_dim, module.conv_kernel_size), (HEADS, WIDTH, module.ssm_state_size)
     dtypes = module.conv1d.weight.dtype, torch.float32
-    return {
-        key: torch.full((2 * rows, *shape), 1e4, dtype=dtype)
+    made = {
+        key: torch.full((2 * rows + 1, *shape), 1e4, dtype=dtype)
         for key, shape, dtype in zip(KEYS, shapes, dtypes, strict=True)
     }
+    for part in made.values():
+        part[-1] = 0
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +119,7 @@ def computed(
     here, there = torch.arange(rows), torch.arange(rows, 2 * rows)
     outs = []
     for number, chunk in enumerate(torch.split(inputs, lengths, dim=1)):
-        reads = here if number else torch.full((rows,), -1)
+        reads = here if number else torch.full((rows,), 2 * rows)
         given = [StatePlaces(parts[key], reads, there) for key in KEYS]
         kept = {key: part[here].clone() for key, part in parts.items()}
         outs.append(mixer(module, chunk, *given))
@@ -171,6 +169,32 @@ def test_a_row_does_not_depend_on_the_others_or_on_its_chunks(
 
 
 @torch.inference_mode()
+def test_states_that_are_written_past_the_caches_are_the_same(mixer: MambaMixer) -> None:
+    """Those of many rows, token by token."""
+    module = made("Bamba", 128, 4)
+    rows = 200
+    assert rows * HEADS * WIDTH * 128 * 4 > 1 << 22, "as in the source"
+    values = torch.Generator().manual_seed(10)
+    inputs = torch.randn(rows, 3, HIDDEN, generator=values)
+    _, states = computed(mixer, module, inputs, [1, 1, 1])
+    for first in range(0, rows, 50):
+        _, some = computed(mixer, module, inputs[first : first + 50], [1, 1, 1])
+        for key in KEYS:
+            found = states[key][first : first + 50]
+            torch.testing.assert_close(found, some[key], rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("size", "taps"), [(513, 4), (16, 9)])
+def test_sizes_beyond_the_memory_of_a_job_are_rejected(
+    mixer: MambaMixer, size: int, taps: int
+) -> None:
+    module = made("Bamba", size, taps)
+    with pytest.raises(ValueError, match="the kernel takes no BambaMixer of"):
+        computed(mixer, module, torch.zeros(1, 2, HIDDEN), [2])
+
+
+@torch.inference_mode()
 def test_a_module_of_another_kind_keeps_its_own_code(mixer: MambaMixer) -> None:
     shapes = tuple(
         StateShape(key, tuple(part.shape[1:]), part.dtype)
@@ -179,7 +203,7 @@ def test_a_module_of_another_kind_keeps_its_own_code(mixer: MambaMixer) -> None:
     hidden = torch.randn(2, 3, HIDDEN, generator=torch.Generator().manual_seed(9))
 
     def takes(module: Any) -> bool:
-        return computes_the_same(module, mixer, "cache_params", shapes, hidden, torch.float32)
+        return computes_the_same(mixer, module, "cache_params", shapes, hidden)
 
     assert takes(made("Bamba", 16, 4))
     before = falcon(16, 4, mamba_rms_norm=True, mamba_norm_before_gate=True)
@@ -194,10 +218,10 @@ def test_a_module_of_another_kind_keeps_its_own_code(mixer: MambaMixer) -> None:
     other.A_log.data += 0.5
     wrong = made("Bamba", 16, 4)
 
-    given = "cache_params", shapes, hidden, torch.float32
-    assert computes_the_same(wrong, mixer, *given)
+    given = wrong, "cache_params", shapes, hidden
+    assert computes_the_same(mixer, *given)
 
     def of_other(_: Any, *states: Any) -> torch.Tensor:
         return mixer(other, *states)
 
-    assert not computes_the_same(wrong, of_other, *given)
+    assert not computes_the_same(of_other, *given)

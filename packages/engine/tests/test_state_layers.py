@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -432,6 +434,33 @@ def test_after_sleep_and_after_a_switch_states_begin_anew(
         config = EngineConfig(model=str(model), **SMALL | AMPLE)
         switcher.reconfigure_engine(config_payload(config), 1 << 30)
         assert tokens(core) == expected
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=host_rows)])
+def test_a_switch_frees_the_weights_of_layers_with_a_state(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    """Before the next model is loaded: nothing holds the layers of the old one."""
+    core = make_core(checkpoint("Mamba 2"), dtype="bfloat16", compile=is_compiled)
+    core.add("request", GenerateRequest(tuple(prompts(1)[0]), PLAIN))
+    while core.has_work:
+        core.step()
+    executor: Any = core.executor
+    weights = [weakref.ref(each) for each in executor.worker._model.parameters()]
+    optimize, left = executor.device.optimize, list[bool]()
+
+    def noted(model: nn.Module) -> None:
+        left.append(any(ref() is not None for ref in weights))
+        optimize(model)
+
+    monkeypatch.setattr(executor.device, "optimize", noted)
+    config = EngineConfig(model=str(checkpoint("LFM 2")), **SMALL | AMPLE)
+    gc.disable()
+    try:
+        ModelSwitcher(core).reconfigure_engine(config_payload(config), 0)
+    finally:
+        gc.enable()
+    assert left == [False]
 
 
 def test_asleep_there_is_no_memory_for_the_states_of_requests(hybrid: Path) -> None:

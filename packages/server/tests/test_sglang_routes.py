@@ -14,18 +14,19 @@ pytestmark = pytest.mark.asyncio
 MODEL = ("/model_info", "/get_model_info")
 SERVER = ("/server_info", "/get_server_info")
 
+MODEL_INFO = {
+    "model_path": "stand-in",
+    "served_model_name": "stand-in",
+    "tokenizer_path": "stand-in",
+    "is_generation": True,
+    "has_image_understanding": False,
+    "has_audio_understanding": False,
+}
+
 
 @pytest.mark.parametrize("path", MODEL)
 async def test_the_model_describes_itself(client, engine, path):
-    expected = {
-        "model_path": "stand-in",
-        "served_model_name": "stand-in",
-        "tokenizer_path": "stand-in",
-        "is_generation": True,
-        "has_image_understanding": False,
-        "has_audio_understanding": False,
-    }
-    assert (await client.get(path)).json() == expected
+    assert (await client.get(path)).json() == MODEL_INFO
     engine.model_name, engine.embedding_size = "vectors", 8
     info = (await client.get(path)).json()
     assert info["model_path"] == "vectors"
@@ -34,13 +35,7 @@ async def test_the_model_describes_itself(client, engine, path):
 
 @pytest.mark.parametrize("path", SERVER)
 async def test_the_server_describes_itself(client, path):
-    assert (await client.get(path)).json() == {
-        "model_path": "stand-in",
-        "served_model_name": "stand-in",
-        "tokenizer_path": "stand-in",
-        "is_generation": True,
-        "has_image_understanding": False,
-        "has_audio_understanding": False,
+    assert (await client.get(path)).json() == MODEL_INFO | {
         "version": __version__,
         "context_length": 256,
         "max_running_requests": 32,

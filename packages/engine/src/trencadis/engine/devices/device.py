@@ -19,6 +19,7 @@ from trencadis.engine.models.loader import ModelSpec
 from trencadis.engine.models.packed_weight import WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention, LayerRun
 from trencadis.engine.models.rank_part import RankPart
+from trencadis.engine.models.state_layers import StateLayers
 
 
 class Graph(abc.ABC):
@@ -289,13 +290,14 @@ class Device(abc.ABC):
         programs: Sequence[Callable[..., Any]],
         own: Sequence[Sequence[torch.Tensor]],
         specs: Sequence[LayerSpec],
+        states: StateLayers | None,
     ) -> LayerRun:
         """A faster way to compute what ``run`` computes, if there is one.
 
         ``run`` computes each layer by its program in ``programs``, with the weights in ``own``, and
-        attends as ``specs`` say.
+        attends as ``specs`` say. ``states``: those of the model, where layers keep one.
         """
-        del programs, own, specs
+        del programs, own, specs, states
         return run
 
     def compile_only(self) -> AbstractContextManager[None]:

@@ -35,9 +35,10 @@ from trencadis.engine.models.layer_spec import (
     LayerSpec,
     features_of,
 )
+from trencadis.engine.models.layer_states import CONV, RECURRENT
 from trencadis.engine.models.real_rotary import use_real_rotary
 from trencadis.engine.models.state_functions import functions_of
-from trencadis.engine.models.state_layers import CONV, RECURRENT, cache_argument
+from trencadis.engine.models.state_layers import cache_argument
 from trencadis.kvcache.state_cache import StateKey, StateShape
 
 _READING = "trencadis_reading"

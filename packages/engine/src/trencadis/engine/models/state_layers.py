@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -39,23 +38,16 @@ from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention_operator import current_layer
 from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.layer_states import RECURRENT, LayerStates, StatePlaces
 from trencadis.engine.models.paged_context import PagedContext
 from trencadis.engine.models.state_functions import (
     StaticFunctions,
     functions_of,
     with_functions,
 )
+from trencadis.engine.models.state_mixer import OF_MIXER, Mixer, computes_the_same
 from trencadis.kvcache import PADDING_SLOT
 from trencadis.kvcache.state_cache import StateCache, StateKey, StateShape
-
-logger = logging.getLogger("trencadis.engine")
-
-CONV = "conv"
-RECURRENT = "recurrent"
-"""The kinds of states that transformers' cache has: the last inputs of a convolution, and sums."""
-
-_TOLERANCE = 0.05
-"""Largest difference of a layer with a kernel, of bf16, beside the largest value."""
 
 _LIBRARY = torch.library.Library("trencadis", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("layer_with_state(Tensor hidden) -> Tensor")  # type: ignore[no-untyped-call]
@@ -68,36 +60,6 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
     """The name that a forward function has for its cache; None where it takes none."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
-
-
-@attrs.frozen(eq=False)
-class StatePlaces:
-    """Where a part of the states of some rows is read and written.
-
-    ``part``: ``[places, ...]``, of a layer, in a `StateCache`. ``reads``, ``writes``: places,
-    ``[rows]``, int64; a state that is read at -1 is zero.
-    """
-
-    part: torch.Tensor
-    reads: torch.Tensor
-    writes: torch.Tensor
-
-    def states(self) -> torch.Tensor:
-        """A copy of the states, ``[rows, ...]``."""
-        found = self.part.index_select(0, self.reads.clamp(min=0))
-        is_zero = self.reads < 0
-        if is_zero.any():
-            found[is_zero] = 0
-        return found
-
-    def write(self, states: torch.Tensor) -> None:
-        """Write new ones, ``[rows, ...]``."""
-        self.part.index_copy_(0, self.writes, states)
-
-
-Mixer = Callable[[nn.Module, torch.Tensor, StatePlaces, StatePlaces], torch.Tensor]
-"""Computes a layer that has a convolution and a sum: its module, the hidden states of some rows,
-and where the states of both are."""
 
 
 class StateRow(NamedTuple):
@@ -133,33 +95,29 @@ class StateTensors(NamedTuple):
 class _Part:
     """Rows of a batch that share a call: tokens ``[rows, tokens]``, places ``[rows]``.
 
-    ``span``: of the tokens in the forward pass, where all are behind each other.
+    ``begins``: whether a row has no tokens before. ``span``: of the tokens in the forward pass,
+    where all are behind each other.
     """
 
     tokens: torch.Tensor
     reads: torch.Tensor
     writes: torch.Tensor
+    begins: bool
     span: slice | None
 
     @classmethod
-    def of(cls, rows: Sequence[StateRow], cache: StateCache | None) -> _Part:
+    def of(cls, rows: Sequence[StateRow], cache: StateCache) -> _Part:
         num_tokens, first = rows[0].num_tokens, rows[0].offset
         offsets = [row.offset for row in rows]
         end = first + num_tokens * len(rows)
-        slots = [row.slot for row in rows]
-        places = slots if cache is None else cache.places(slots)
-        reads = [-1 if row.is_first else place for row, place in zip(rows, places, strict=True)]
+        reads, writes = _places(rows, cache)
         return cls(
             torch.tensor(offsets)[:, None] + torch.arange(num_tokens),
             torch.tensor(reads),
-            torch.tensor(slots if cache is None else cache.next_places(slots)),
+            torch.tensor(writes),
+            any(row.is_first for row in rows),
             slice(first, end) if offsets == [*range(first, end, num_tokens)] else None,
         )
-
-    @property
-    def begins(self) -> bool:
-        """Whether a row has no state to read."""
-        return bool((self.reads < 0).any())
 
     def select(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the rows have of ``[1, T, hidden size]``: ``[rows, tokens, hidden size]``."""
@@ -175,10 +133,32 @@ class _Part:
             hidden[0, self.span] = result.flatten(0, 1)
 
 
+def _places(rows: Sequence[StateRow], cache: StateCache) -> tuple[list[int], list[int]]:
+    """Where these sequences read and write their states: that of padding is read as zero."""
+    slots = [row.slot for row in rows]
+    reads = [
+        PADDING_SLOT if row.is_first else place
+        for row, place in zip(rows, cache.places(slots), strict=True)
+    ]
+    return reads, cache.next_places(slots)
+
+
+class _Own(NamedTuple):
+    """A layer's own code: its ``forward``, and the name that its cache has there.
+
+    ``by_tokens``: see `_ignores_sums`.
+    """
+
+    layer: int
+    forward: Callable[..., torch.Tensor]
+    argument: str
+    by_tokens: bool
+
+
 class _Current(threading.local):
     """The layers of the model whose forward pass this thread computes."""
 
-    layers: StateLayers | None = None
+    layers: Callable[[], StateLayers | None] = staticmethod(lambda: None)
 
 
 _CURRENT = _Current()
@@ -205,9 +185,10 @@ class StateLayers:
         self._passes_on = False
         self._mixers: dict[int, Callable[..., torch.Tensor]] = {}
         config: Any = model.config
-        self._hidden_size: int = config.get_text_config(decoder=True).hidden_size
-        self._dtype = dtype
-        hidden = torch.ones(1, 2, self._hidden_size, dtype=dtype)
+        size = config.get_text_config(decoder=True).hidden_size
+        self._hidden = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+        """Such as a layer is given."""
+        hidden = torch.ones(1, 2, size, dtype=dtype)
         by_tokens: dict[str, bool] = {}
         found: set[int] = set()
         modules: Any = model.modules()
@@ -218,8 +199,8 @@ class StateLayers:
             argument = cache_argument(module.forward) or CACHE_ARGUMENTS[0]
             if name not in by_tokens:
                 by_tokens[name] = _ignores_sums(module, argument, self._shapes[number], hidden)
-            of_layer = (number, module.forward, argument, by_tokens[name])
-            module.forward = functools.partial(self._forward, *of_layer)
+            of_layer = _Own(number, module.forward, argument, by_tokens[name])
+            module.forward = functools.partial(self._forward, of_layer)
             self._modules.append((number, module, argument))
             self._of_layer[number] = module
             found.add(number)
@@ -263,14 +244,12 @@ class StateLayers:
 
         A layer of each class is called, to compare.
         """
-        values = torch.Generator().manual_seed(1)
-        hidden = torch.randn(2, 3, self._hidden_size, generator=values)
         takes: dict[type[nn.Module], bool] = {}
         for number, module, argument in self._modules:
             kind = type(module)
             if kind not in takes:
-                compared = mixer, argument, self._shapes[number], hidden, self._dtype
-                takes[kind] = computes_the_same(module, *compared)
+                given = argument, self._shapes[number], self._hidden
+                takes[kind] = computes_the_same(mixer, module, *given)
             if takes[kind]:
                 self._mixers[number] = functools.partial(mixer, module)
 
@@ -294,7 +273,9 @@ class StateLayers:
 
         Not for static shapes: see `StateTensors`.
         """
-        _CURRENT.layers = self
+        _CURRENT.layers = weakref.ref(self)  # they have the weights of their model
+        if self._cache is None:
+            raise ModelError("layers keep a state, and there is no cache for it")
         alike: dict[int, list[StateRow]] = {}
         if self.are_mixed:
             for row in rows:
@@ -312,14 +293,10 @@ class StateLayers:
         """
         numbers = np.zeros((3, batch), np.int32)
         if self._cache is not None:
-            slots = [row.slot for row in rows]
+            reads, writes = _places(rows, self._cache)
             padding = self._cache.next_places([PADDING_SLOT] * (batch - len(rows)))
-            reads = self._cache.places(slots)
-            numbers[0, : len(rows)] = [
-                PADDING_SLOT if row.is_first else place
-                for row, place in zip(rows, reads, strict=True)
-            ]
-            numbers[1] = [*self._cache.next_places(slots), *padding]
+            numbers[0, : len(rows)] = reads
+            numbers[1] = [*writes, *padding]
         numbers[2, : len(rows)] = [row.num_tokens for row in rows]
         return torch.from_numpy(numbers.reshape(-1))
 
@@ -364,58 +341,43 @@ class StateLayers:
             cache.write(layer, key, paged.state_writes, state)
         return result.reshape(hidden_states.shape)
 
-    def _forward(
-        self,
-        layer: int,
-        own: Callable[..., torch.Tensor],
-        argument: str,
-        by_tokens: bool,
-        hidden_states: torch.Tensor,
-        *_: Any,
-        **__: Any,
-    ) -> torch.Tensor:
-        """A layer's part with a state: ``[1, T, hidden size]``, as its own ``forward``, ``own``.
+    def _forward(self, own: _Own, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """A layer's part with a state: ``[1, T, hidden size]``.
 
-        ``argument``: the name that its cache has there. ``by_tokens``: see `_ignores_sums`. What
-        the model passes besides, such as masks, is for batches of another form.
+        What the model passes besides, such as masks, is for batches of another form.
         """
         if type(hidden_states) is not torch.Tensor:  # it is being traced
             traced: torch.Tensor = torch.ops.trencadis.layer_with_state(hidden_states)
             return traced
-        computed = functools.partial(self._of_part, layer, own, argument, by_tokens, hidden_states)
         if len(self._parts) == 1 and self._parts[0].span == slice(0, hidden_states.shape[1]):
-            return computed(self._parts[0]).view(hidden_states.shape)
+            return self._of_part(own, self._parts[0], hidden_states).view(hidden_states.shape)
         result = torch.zeros_like(hidden_states)
         for part in self._parts:
-            part.write(result, computed(part))
+            part.write(result, self._of_part(own, part, hidden_states))
         return result
 
-    def _of_part(
-        self,
-        layer: int,
-        own: Callable[..., torch.Tensor],
-        argument: str,
-        by_tokens: bool,
-        hidden_states: torch.Tensor,
-        part: _Part,
-    ) -> torch.Tensor:
+    def _of_part(self, own: _Own, part: _Part, hidden_states: torch.Tensor) -> torch.Tensor:
         """What a layer computes for the rows of a part: ``[rows, tokens, hidden size]``."""
-        if self._cache is None:
-            raise ModelError(f"layer {layer} keeps a state, and there is no cache for it")
         places = {
-            shape.key: StatePlaces(self._cache.part(layer, shape.key), part.reads, part.writes)
-            for shape in self._shapes[layer]
+            key: StatePlaces(state, part.reads, part.writes)
+            for key, state in self._states(own.layer).items()
         }
         rows = part.select(hidden_states)
-        if (mixer := self._mixers.get(layer)) is not None:
-            return mixer(rows, *_of_mixer(places))
+        if (mixer := self._mixers.get(own.layer)) is not None:
+            return mixer(rows, *(places[key] for key in OF_MIXER))
         states = LayerStates({key: place.states() for key, place in places.items()})
-        given: dict[str, Any] = {argument: states}
-        steps = rows.shape[1] if part.begins or not by_tokens else 1
-        computed = [own(tokens, **given) for tokens in torch.split(rows, steps, dim=1)]
+        given: dict[str, Any] = {own.argument: states}
+        steps = 1 if own.by_tokens and not part.begins else rows.shape[1]
+        computed = [own.forward(tokens, **given) for tokens in torch.split(rows, steps, dim=1)]
         for key, state in states.states.items():
             places[key].write(state)
         return torch.cat(computed, dim=1)
+
+    def _states(self, layer: int) -> dict[StateKey, torch.Tensor]:
+        """The parts of a layer's state in the cache."""
+        if self._cache is None:
+            raise ModelError(f"layer {layer} keeps a state, and there is no cache for it")
+        return {shape.key: self._cache.part(layer, shape.key) for shape in self._shapes[layer]}
 
     def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """A layer's part with a state, for a program that calls it as an operator."""
@@ -428,113 +390,9 @@ class StateLayers:
         return part.reads, part.writes
 
     def addresses(self, layer: int) -> list[int]:
-        """Of the parts of a layer's state."""
-        if self._cache is None:
-            raise ModelError(f"layer {layer} keeps a state, and there is no cache for it")
-        parts = {shape.key: self._cache.part(layer, shape.key) for shape in self._shapes[layer]}
-        return [parts[StateKey(kind, 0)].data_ptr() for kind in (CONV, RECURRENT)]
-
-
-class LayerStates:
-    """What transformers' module of a layer takes for its cache: the states of some sequences.
-
-    ``states``: each part of them, ``[sequences, ...]``; new ones once the module was called.
-    ``lengths``: the tokens of each sequence, where rows have padding behind them. The
-    methods are those of ``transformers.cache_utils.Cache`` that such modules call. A sequence
-    without tokens before has states of zeros, which compute what no states would.
-    """
-
-    def __init__(
-        self, states: dict[StateKey, torch.Tensor], lengths: torch.Tensor | None = None
-    ) -> None:
-        self.states = states
-        self._lengths = lengths
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        del layer_idx
-        return False
-
-    def has_previous_state(
-        self, layer_idx: int | None = None, state_idx: int | None = None
-    ) -> bool:
-        del layer_idx, state_idx
-        return True
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        """The last inputs of a convolution. A module may change it in place."""
-        del layer_idx
-        return self.states[StateKey(CONV, state_idx)]
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        """Add inputs; returns them after those that the state had."""
-        del layer_idx
-        key = StateKey(CONV, state_idx)
-        known = torch.cat((self.states[key], conv_states), dim=-1)
-        width = self.states[key].shape[-1]
-        if self._lengths is None:
-            self.states[key] = known[..., -width:]
-        else:
-            last = self._lengths.unsqueeze(1) + torch.arange(width, device=known.device)
-            places = last.unsqueeze(1).expand(-1, known.shape[1], -1)
-            self.states[key] = torch.gather(known, 2, places)
-        return known
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        """A state of sums. A module may change it in place."""
-        del layer_idx
-        return self.states[StateKey(RECURRENT, state_idx)]
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        """Replace a state."""
-        del layer_idx
-        key = StateKey(RECURRENT, state_idx)
-        self.states[key] = recurrent_states.to(self.states[key].dtype)
-        return self.states[key]
-
-
-def _of_mixer(places: Mapping[StateKey, StatePlaces]) -> tuple[StatePlaces, StatePlaces]:
-    return places[StateKey(CONV, 0)], places[StateKey(RECURRENT, 0)]
-
-
-@torch.inference_mode()
-def computes_the_same(
-    module: nn.Module,
-    mixer: Mixer,
-    argument: str,
-    shapes: Sequence[StateShape],
-    hidden: torch.Tensor,
-    dtype: torch.dtype,
-) -> bool:
-    """Whether a kernel computes nearly what a module does, and the same states.
-
-    ``hidden``: ``[2, T, hidden size]``, from which T tokens are computed, and one, in ``dtype``.
-    """
-    reads, writes = torch.arange(2), torch.arange(2, 4)
-    values = torch.Generator().manual_seed(2)
-    parts = {
-        shape.key: torch.randn(4, *shape.shape, generator=values).to(shape.dtype or dtype)
-        for shape in shapes
-    }
-    places = {key: StatePlaces(part, reads, writes) for key, part in parts.items()}
-    for rows in (hidden[:, :1].to(dtype), hidden.to(dtype)):
-        states = LayerStates({key: place.states() for key, place in places.items()})
-        given: dict[str, Any] = {argument: states}
-        expected = type(module).forward(module, rows, **given)
-        try:
-            pairs = [(mixer(module, rows, *_of_mixer(places)), expected)]
-        except (AttributeError, KeyError, ValueError) as error:
-            logger.debug("%s has no kernel of its own: %s", type(module).__name__, error)
-            return False
-        pairs += [(parts[key][2:], state) for key, state in states.states.items()]
-        for found, other in pairs:
-            if not (found - other).abs().max() <= _TOLERANCE * other.abs().max():
-                logger.info("%s has no kernel of its own: it differs", type(module).__name__)
-                return False
-    return True
+        """Of the parts of a layer's state that a `Mixer` is given."""
+        states = self._states(layer)
+        return [states[key].data_ptr() for key in OF_MIXER]
 
 
 @torch.inference_mode()
@@ -575,7 +433,7 @@ _ATTRIBUTE = "trencadis_state_layers"
 
 
 def _compute(hidden: torch.Tensor) -> torch.Tensor:
-    layers = _CURRENT.layers
+    layers = _CURRENT.layers()
     if layers is None:
         raise RuntimeError("a program with a state runs outside of a forward pass")
     return layers.compute(current_layer(), hidden)

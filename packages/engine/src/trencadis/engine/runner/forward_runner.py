@@ -379,7 +379,8 @@ class ForwardRunner:
                 return self._compile_layers(batch, layers)
         run = layers.run_with(programs, recording)
         own = layers.own_tensors(recording.paged)
-        return self._device.record_layers(run, layers.of_layers(programs), own, layers.specs)
+        given = layers.of_layers(programs), own, layers.specs, self.states
+        return self._device.record_layers(run, *given)
 
     def _trace(self, batch: ModelInput, layers: DecoderLayers) -> tuple[list[Traced], Recording]:
         """A decoder layer of each kind as a module with example inputs, and what recorded them."""

@@ -614,6 +614,7 @@ class Worker:
         self.runner.forward_runner.discard_model()
         self.runner.scorer = self.adapters.layers = None
         self._model, self.weight_bytes = nn.Module(), 0
+        gc.collect()  # layers with a state, and some models, hold themselves
         self.device.synchronize()
 
     def _release_cache(self) -> None:

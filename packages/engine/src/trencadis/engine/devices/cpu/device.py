@@ -199,9 +199,8 @@ class CPUDevice(Device):
         first forward pass, whose memory is measured.
         """
         self.attention = self._attention_of(model)
-        self._states = state_layers_of(model)
-        if self._states is not None:
-            self._mix_states(self._states)
+        if (states := state_layers_of(model)) is not None:
+            self._mix_states(states)
         self._multiply_integers(model)
         self._tile_experts(model)
         layers = [
@@ -245,8 +244,9 @@ class CPUDevice(Device):
         programs: Sequence[Callable[..., Any]],
         own: Sequence[Sequence[torch.Tensor]],
         specs: Sequence[LayerSpec],
+        states: StateLayers | None,
     ) -> LayerRun:
-        if self._states is not None and not self._states.are_mixed:
+        if states is not None and not states.are_mixed:
             return run  # transformers' modules make other calls, too
         if self._replayer is None:
             try:
@@ -254,7 +254,7 @@ class CPUDevice(Device):
             except NoKernel as error:
                 logger.info("Decode steps are not recorded: %s", error)
                 return run
-        return RecordedLayers(run, programs, own, specs, self._replayer, self._states)
+        return RecordedLayers(run, programs, own, specs, self._replayer, states)
 
     def end_warm_up(self) -> None:
         self._programs.drop_headers()

@@ -13,10 +13,10 @@
 #endif
 
 #include "exponential.h"
+#include "sixteen_numbers.h"
 
 namespace {
 
-constexpr int64_t W = 16;              // lanes of a vector
 constexpr int64_t LINE = 8;            // vectors of a state that stay in registers
 constexpr int64_t TOKENS = 16;         // that a state passes before it is written
 constexpr int64_t MOST = 512;          // numbers of a line of a state
@@ -24,52 +24,11 @@ constexpr int64_t CHANNELS = 4 * W;    // that are convolved together
 constexpr int64_t TAPS = 8;            // of a convolution, at most
 constexpr int64_t BEYOND_CACHE = 1 << 22;  // bytes of new states that are written past the caches
 
-typedef uint16_t Half;  // bf16
-typedef uint16_t SixteenHalves __attribute__((vector_size(32)));
-typedef uint32_t SixteenWords __attribute__((vector_size(64)));
-
-static inline SixteenFloats load(const float* from) {
-    SixteenFloats values;
-    std::memcpy(&values, from, sizeof values);
-    return values;
-}
-static inline SixteenFloats load(const Half* from) {
-    SixteenHalves halves;
-    std::memcpy(&halves, from, sizeof halves);
-    return (SixteenFloats)(__builtin_convertvector(halves, SixteenWords) << 16);
-}
-static inline float number(float x) { return x; }
-static inline float number(Half x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-static inline void store(float* to, float x) { *to = x; }
-static inline void store(Half* to, float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    // To nearest, ties to even.
-    *to = (Half)(std::isnan(x) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 static inline float of_bits(int64_t bits) {
     const uint32_t low = (uint32_t)bits;
     float value;
     std::memcpy(&value, &low, sizeof value);
     return value;
-}
-
-static inline float sum_of(SixteenFloats x) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps((__m512)x);
-#else
-    float lanes[W];
-    std::memcpy(lanes, &x, sizeof lanes);
-    for (int64_t half = W / 2; half > 0; half /= 2)
-        for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    return lanes[0];
-#endif
 }
 
 static inline void write(float* to, SixteenFloats x, bool past_caches) {
@@ -89,7 +48,7 @@ static inline void pass(const float* from, float* to, const float* kept, const f
                         bool past_caches) {
     SixteenFloats line[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) line[v] = from ? load(from + v * W) : SixteenFloats{};
+    for (int v = 0; v < V; ++v) line[v] = load(from + v * W);
     for (int64_t t = 0; t < tokens; ++t) {
         const SixteenFloats keep = of_all(kept[t]), add = of_all(added[t]);
         const float *writes = b + t * padded, *reads = c + t * padded;
@@ -111,7 +70,7 @@ static inline void pass_line(const float* from, float* to, const float* kept, co
     int64_t n = 0;
     const auto next = [&](auto run, int64_t vectors) {
         for (; n + vectors * W <= padded; n += vectors * W)
-            run(from ? from + n : nullptr, to + n, kept, added, b + n, c + n, padded, tokens, sums,
+            run(from + n, to + n, kept, added, b + n, c + n, padded, tokens, sums,
                 past_caches);
     };
     next(pass<LINE>, LINE);
@@ -148,7 +107,7 @@ struct Scan {
 
 // For each token S = S exp(dt a) + (dt x) b^T, then out = S c + skip x, with dt = softplus(dt + bias) within
 // limits. x is [rows, tokens, heads, width], dt [rows, tokens, heads], b and c [rows, tokens, groups, size], with
-// strides of rows and tokens. States are [places, heads, width, size]; one that is read at -1 is zero.
+// strides of rows and tokens. States are [places, heads, width, size].
 template <class Number>
 static void scan(const Scan& s) {
     const int64_t padded = (s.size + W - 1) / W * W, of_state = s.heads * s.width * s.size;
@@ -161,7 +120,7 @@ static void scan(const Scan& s) {
         float kept[TOKENS], steps[TOKENS], added[TOKENS], sums[TOKENS];
         const int64_t within = head * s.width * s.size;
         float* to = s.states + s.writes[row] * of_state + within;
-        const float* from = s.reads[row] < 0 ? nullptr : s.states + s.reads[row] * of_state + within;
+        const float* from = s.states + s.reads[row] * of_state + within;
         for (int64_t first = 0; first < s.tokens; first += TOKENS) {
             const int64_t tokens = std::min(TOKENS, s.tokens - first);
             for (int64_t t = 0; t < tokens; ++t) {
@@ -182,13 +141,13 @@ static void scan(const Scan& s) {
                     added[t] = steps[t] * number(x[t * s.x_token + p]);
                     sums[t] = 0.0f;
                 }
-                const float* old = from ? from + p * s.size : nullptr;
+                const float* old = from + p * s.size;
                 if (is_whole) {
                     pass_line(old, to + p * s.size, kept, added, b, c, padded, tokens, sums,
                               past_caches);
                 } else {
-                    if (old) widen(old, line, s.size, padded);
-                    pass_line(old ? line : nullptr, line, kept, added, b, c, padded, tokens, sums,
+                    widen(old, line, s.size, padded);
+                    pass_line(line, line, kept, added, b, c, padded, tokens, sums,
                               false);
                     std::memcpy(to + p * s.size, line, s.size * sizeof(float));
                 }
@@ -197,6 +156,9 @@ static void scan(const Scan& s) {
             }
             from = to;
         }
+#ifdef __AVX512F__
+        if (past_caches) _mm_sfence();  // other threads read them in the next step
+#endif
     }
 }
 
@@ -242,7 +204,7 @@ static void read_state(const Convolution& s, const Number* old, int64_t count, f
     for (int64_t k = 0; k < s.taps - 1; ++k)
         for (int64_t c = 0; c < CHANNELS; ++c)
             inputs[k * CHANNELS + c] =
-                old && c < count ? number(old[c * s.known + s.known - s.taps + 1 + k]) : 0.0f;
+                c < count ? number(old[c * s.known + s.known - s.taps + 1 + k]) : 0.0f;
 }
 template <class Number>
 static void write_state(const Convolution& s, const Number* old, const Number* x, int64_t count,
@@ -251,8 +213,7 @@ static void write_state(const Convolution& s, const Number* old, const Number* x
         const int64_t token = s.tokens - s.known + k;
         for (int64_t c = 0; c < count; ++c)
             now[c * s.known + k] = token >= 0 ? x[token * s.x_token + c]
-                : old                         ? old[c * s.known + s.known + token]
-                                              : Number{};
+                                          : old[c * s.known + s.known + token];
     }
 }
 
@@ -274,7 +235,7 @@ static void convolve_rows(const Convolution& s) {
             const Number* x = (const Number*)s.x + row * s.x_row + first;
             Number* states = (Number*)s.states + first * s.known;
             const int64_t of_state = s.channels * s.known;
-            const Number* old = s.reads[row] < 0 ? nullptr : states + s.reads[row] * of_state;
+            const Number* old = states + s.reads[row] * of_state;
             read_state(s, old, count, inputs);
             write_state(s, old, x, count, states + s.writes[row] * of_state);
             Number* out = (Number*)s.out + row * s.tokens * s.channels + first;

@@ -21,12 +21,12 @@ from trencadis.engine.devices.cpu.native_calls import (
     note,
 )
 from trencadis.engine.devices.cpu.native_kernel import load_kernel
-from trencadis.engine.models.state_layers import StatePlaces
+from trencadis.engine.models.layer_states import StatePlaces
 
 _SOURCE = Path(__file__).with_name("mamba_mixer.cpp")
 
+_DTYPES = frozenset({torch.bfloat16, torch.float32})
 _NO_LIMITS = float("-inf"), float("inf")
-
 
 _ADDRESSES = 14
 """Arguments of the kernel that are addresses; the last four are those of the states of a step."""
@@ -52,7 +52,7 @@ class MambaMixer:
     ) -> torch.Tensor:
         """The result of a module, ``[rows, T, hidden size]``; its states are read and written.
 
-        Raises `AttributeError` or `ValueError` for a module of another kind.
+        Raises one of `OTHER_KIND` for a module of another kind.
         """
         multipliers = getattr(module, "mup_vector", None)
         if multipliers is not None:  # Falcon H1
@@ -106,9 +106,6 @@ class MambaMixer:
         changing = range(_ADDRESSES - 4, _ADDRESSES)
         note(self._address, arguments, made, has_status=True, changing=changing)
         return made[-1]
-
-
-_DTYPES = frozenset({torch.bfloat16, torch.float32})
 
 
 def _of_norm(norm: Any, inner: int) -> int:
