@@ -124,9 +124,10 @@ GAUDI_SAMPLE = (
     "test_warm_up.py",
     "test_attention.py",
     "test_core.py::test_what_swaps_take_is_learned",
-    "test_groups.py::test_evictions_change_no_token",
+    "test_groups.py::test_evictions_change_no_token[samples-swapped]",
+    "test_groups.py::test_evictions_change_no_token[beams-recomputed]",
     "test_bucket_miss.py::test_a_refused_prompt_of_a_batch_raises_a_bucket_miss",
-    "test_reconfigure.py::test_a_sleeping_core_switches_to_another_model",
+    "test_reconfigure.py::test_a_sleeping_core_switches_to_another_model[2]",
     "test_reconfigure.py::test_a_core_sleeps_without_its_cache_and_wakes_up_as_it_was",
     "test_reconfigure.py::test_memory_of_the_old_model_is_freed",
     "test_switches.py::test_defragmentation",
@@ -135,81 +136,6 @@ GAUDI_SAMPLE = (
 """Tests of the engine that together take each rule of the simulated Gaudi once. All its tests would
 take ten to forty minutes in each mode: ``tests_long``."""
 
-LONG = (
-    "packages/engine/tests/test_adapters.py::test_forty_adapters_of_many_ranks",
-    "packages/engine/tests/test_compile_cache.py::test_a_check_on_a_gaudi_runs_the_buckets",
-    "packages/engine/tests/test_compile_cache.py::test_two_servers_fill_one_cold_directory",
-    "packages/engine/tests/test_device_sampler.py",
-    "packages/engine/tests/test_doctor.py::test_a_warm_up_whose_programs_are_compiled_again"
-    "_is_found[eager]",
-    "packages/engine/tests/test_doctor.py::test_all_checks_pass_on_the_stand_in[eager]",
-    "packages/engine/tests/test_doctor.py::test_kernels_that_differ_raise_or_hang",
-    "packages/engine/tests/test_doctor.py::test_other_tokens_after_a_warm_up_are_found[eager]",
-    "packages/engine/tests/test_doctor.py::test_other_tokens_than_those_of_the_cpu_are_found",
-    "packages/engine/tests/test_doctor.py::test_wrong_tokens_of_a_shared_prefix_alone"
-    "_are_found[eager]",
-    "packages/engine/tests/test_gaudi_fp8_cache.py::test_shared_blocks_are_scored_once_in_fp8[eager]",
-    "packages/engine/tests/test_gaudi_fp8_cache.py::"
-    "test_the_simulator_reads_as_much_less_in_fp8_as_the_engine[eager]",
-    "packages/engine/tests/test_gaudi_fp8_cache.py::"
-    "test_tokens_are_the_same_whatever_moves_the_blocks[eager]",
-    "packages/engine/tests/test_gaudi_ranks.py::"
-    "test_two_gaudis_serve_what_one_process_serves[eager",
-    "packages/engine/tests/test_gaudi_switches.py",
-    "packages/engine/tests/test_hpu_device.py::test_a_real_model_gives_the_tokens_of_the_cpu[eager]",
-    "packages/engine/tests/test_hpu_device.py::test_decode_that_gathers_its_blocks",
-    "packages/engine/tests/test_kept_programs.py::"
-    "test_a_switch_back_traces_nothing_nor_does_a_switch_to_a_model_of_the_same_structure[107",
-    "packages/engine/tests/test_kept_programs.py::test_any_order_of_sleeps_switches_and_failures",
-    "packages/engine/tests/test_kept_programs.py::test_programs_are_dropped_where_the_cache",
-    "packages/engine/tests/test_prompt_logprobs.py::test_a_gaudi_compiles_nothing_for_them[eager]",
-    "packages/engine/tests/test_rank_adapters.py::test_ranks_compute_what_peft_does[2-sizes1]",
-    "packages/engine/tests/test_rank_faults.py",
-    "packages/engine/tests/test_ranks.py::test_a_model_that_cannot_be_divided_is_rejected[GPT-2",
-    "packages/engine/tests/test_ranks.py::test_a_model_that_cannot_be_divided_is_rejected[Phi-3",
-    "packages/engine/tests/test_ranks.py::"
-    "test_a_rank_that_fails_in_a_step_is_recovered_from[rank 0 is killed]",
-    "packages/engine/tests/test_ranks.py::"
-    "test_a_rank_that_fails_in_a_step_is_recovered_from[rank 1 raises]",
-    "packages/engine/tests/test_ranks.py::test_families_get_the_tokens_of_one_process[Gemma",
-    "packages/engine/tests/test_ranks.py::test_families_get_the_tokens_of_one_process[Mixtral-4",
-    "packages/engine/tests/test_ranks.py::test_families_get_the_tokens_of_one_process[Qwen",
-    "packages/engine/tests/test_ranks.py::test_ranks_divide_packed_weights[fp8",
-    "packages/engine/tests/test_ranks.py::test_ranks_divide_packed_weights[gptq",
-    "packages/engine/tests/test_ranks.py::test_ranks_divide_packed_weights[pack",
-    "packages/engine/tests/test_real_model.py::test_served_at_once_under_pressure_every_token",
-    "packages/engine/tests/test_real_model.py::test_sharing_contiguous_reading_and_defragmentation",
-    "packages/engine/tests/test_real_switches.py",
-    "packages/engine/tests/test_recent_blocks.py::"
-    "test_a_decode_reads_the_window_and_not_the_context[eager]",
-    "packages/engine/tests/test_recent_blocks.py::"
-    "test_tokens_are_those_of_transformers[Gemma 2-False-eager]",
-    "packages/engine/tests/test_recent_blocks.py::"
-    "test_tokens_are_those_of_transformers[Mistral v0.1-False-eager]",
-    "packages/engine/tests/test_reconfigure.py::test_a_gaudi_gives_its_memory_back",
-    "packages/engine/tests/test_recorded_layers.py::test_replayed_layers_attend_within_their_windows",
-    "packages/engine/tests/test_shared_prefix.py",
-    "packages/engine/tests/test_sorted_chunks.py::test_on_a_gaudi_each_kind_is_one_program",
-    "packages/engine/tests/test_structured_output.py::test_on_a_gaudi_nothing_is_compiled",
-    "packages/engine/tests/test_switch_faults.py::test_a_call_to_a_core_that_is_gone_ends",
-    "packages/engine/tests/test_tiled_linear.py::test_compiled_programs_call_the_kernel",
-    "packages/engine/tests/test_warm_up.py::test_a_gaudi_compiles_layers_of_two_kinds",
-    "packages/engine/tests/test_warm_up.py::test_shapes_share_programs[True]",
-    "packages/server/tests/test_api_contract.py::"
-    "test_every_answer_is_one_that_the_description_has[POST /tokenize]",
-    "packages/server/tests/test_api_contract.py::"
-    "test_every_answer_is_one_that_the_description_has[POST /v1/chat/completions/batch]",
-    "packages/server/tests/test_chaos.py",
-    "packages/server/tests/test_server_real.py::test_a_chat_template_of_ones_own",
-    "packages/server/tests/test_server_real.py::test_a_core_that_dies_is_replaced",
-    "packages/server/tests/test_server_real.py::test_a_signal_in_the_middle_of_compiling",
-    "packages/server/tests/test_server_real.py::test_a_signal_leaves_no_process_behind[2]",
-    "packages/server/tests/test_tensor_parallel.py::test_two_ranks_switch_to_the_model",
-    "packages/server/tests/test_warm_up_real.py::test_a_gaudi_in_its_default_mode_draws_by_seed",
-    "packages/server/tests/test_warm_up_real.py::test_a_server_that_pads_nothing",
-)
-"""Slow tests, by the beginning of their ids, that `tests_slow` leaves to ``tests_long(slow)``.
-They take nearly half of its time."""
 
 ALONE_SAMPLE = {
     "engine": (
@@ -254,11 +180,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests_slow(session: nox.Session) -> None:
-    """Runs the tests that are marked slow, but for the longest, see ``tests_long``."""
+    """Runs the tests that are marked slow, but for those of tests/long_tests.txt."""
     # Most files start a server or compile a model for all their tests: a process takes whole files,
     # and one that has nothing left takes tests of another.
-    left_out = (f"--deselect={test}" for test in LONG)
-    pytest_shared(session, "-m", "slow", "--dist", "worksteal", *left_out)
+    pytest_shared(session, "-m", "slow and not long", "--dist", "worksteal")
 
 
 @nox.session(venv_backend="none")
@@ -280,10 +205,11 @@ def tests_gaudi(session: nox.Session, mode: str) -> None:
 def tests_long(session: nox.Session, part: str) -> None:
     """Runs what ``.ci/run`` has no time for: soaks, and all of the engine's tests on a Gaudi.
 
-    ``slow``: every slow test, with those that ``tests_slow`` leaves out.
+    ``slow``: every slow test, also those of tests/long_tests.txt.
     """
     if part in ("slow", "soak"):
-        pytest_shared(session, "-m", part, "--dist", "worksteal")
+        marks = "slow or long" if part == "slow" else part
+        pytest_shared(session, "-m", marks, "--dist", "worksteal")
     else:
         mode = part.removeprefix("gaudi_")
         pytest_shared(session, "packages/engine", env=simulated_gaudi(mode))

@@ -25,7 +25,7 @@ def named() -> list[str]:
     """All tests that sessions name, below the root."""
     alone = constant("ALONE_SAMPLE").items()
     return [
-        *constant("LONG"),
+        *(ROOT / "tests" / "long_tests.txt").read_text("utf-8").splitlines(),
         *(f"packages/engine/tests/{test}" for test in constant("GAUDI_SAMPLE")),
         *(f"packages/{package}/tests/{test}" for package, tests in alone for test in tests),
     ]
