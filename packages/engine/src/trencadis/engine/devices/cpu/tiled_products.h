@@ -299,6 +299,10 @@ static inline void compute_vectors(const Block& block, int first) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) totals[r][v] = block.bias[first + v];
+    // Results of long prompts are in no cache: their lines arrive while the sums are computed.
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+        __builtin_prefetch(block.out + r * block.num_outputs + LANES * first, 1);
     const auto* inputs = (const typename Products::Input*)block.inputs;
     const Weight* weight = block.weight + OF_VECTOR * first;
     const char* ahead = block.ahead;
