@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -157,6 +159,42 @@ def test_all_that_a_step_computes_is_one_forward_pass(
     assert max(mixed) > 0
     # Prefill is padded to a multiple of 16 tokens, decodes are not padded.
     assert llm.core.stats.num_padded_tokens <= 15 * sum(count > 0 for count in chunks)
+
+
+@pytest.mark.parametrize(
+    ("set_", "chunks"),
+    [
+        ({}, [300, 256, 44]),
+        ({"max_mixed_prefill_tokens": 64}, [300, 64, 236]),
+        ({"max_num_batched_tokens": 512}, [300, 300]),
+    ],
+    ids=str,
+)
+def test_a_prompt_is_computed_at_once_unless_others_decode(
+    make_tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    set_: dict[str, int],
+    chunks: list[int],
+) -> None:
+    model = make_tiny_model(tmp_path, max_position_embeddings=512)
+    sizes = {"max_model_len": 512, "num_blocks": 200, "max_num_batched_tokens": None, **set_}
+    given = {name: value for name, value in settings(**sizes).items() if value is not None}
+    core = EngineCore(EngineConfig(model=str(model), **{**given, "device": "cpu"}))
+    core.warm_up()
+    core.add("first", GenerateRequest((1,) * 300, SamplingParams(max_tokens=2)))
+    counts = [0]
+
+    def step() -> None:
+        core.step()
+        counts.append(core.stats.num_prefill_tokens)
+
+    step()
+    core.add("second", GenerateRequest((2,) * 300, SamplingParams(max_tokens=2)))
+    while core.has_work:
+        step()
+    core.close()
+    steps = [after - before for before, after in itertools.pairwise(counts)]
+    assert [count for count in steps if count] == chunks
 
 
 @pytest.mark.parametrize(

@@ -992,6 +992,7 @@ def test_settings_that_were_not_given_are_those_of_the_device(stand_in):
             settings = given.for_device(HPUDevice().defaults)
             assert (settings.block_size, settings.max_num_seqs) == (32, 4)
             assert settings.max_num_batched_tokens == 2048
+            assert settings.max_mixed_prefill_tokens is None
             assert settings.compile is compiles
             assert EngineConfig(model="m").for_device(HPUDevice().defaults).block_size == 128
     assert EngineConfig(model="m", compile=False).for_device({"compile": True}).compile is False

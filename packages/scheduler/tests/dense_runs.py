@@ -112,6 +112,7 @@ class Parameters:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_chunk_tokens: int | None
+    max_mixed_prefill_tokens: int | None
     max_model_len: int
     policy: str
     lookahead: int
@@ -155,6 +156,7 @@ class Parameters:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.choice((0, 0, 1, 3, 8, 40)),
             max_chunk_tokens=rng.choice((None, None, 1, 2, 5)),
+            max_mixed_prefill_tokens=rng.choice((None, None, 1, 3)),
             max_model_len=max_model_len,
             policy=rng.choice(("fcfs", "priority", "priority")),
             lookahead=rng.choice((1, 2, 8)),
@@ -314,6 +316,7 @@ class DenseRun:
                 max_num_seqs=given.max_num_seqs,
                 max_num_batched_tokens=given.max_num_batched_tokens,
                 max_chunk_tokens=given.max_chunk_tokens,
+                max_mixed_prefill_tokens=given.max_mixed_prefill_tokens,
                 max_model_len=given.max_model_len,
                 policy=given.policy,
                 lookahead=given.lookahead,

@@ -125,6 +125,7 @@ CONFIG = {
     "max_num_seqs": "count",
     "max_num_batched_tokens": "many",
     "max_prefill_tokens": "count",
+    "max_mixed_prefill_tokens": "count",
     "max_model_len": "many",
     "max_chunk_tokens": "count",
     "max_waiting": "many",

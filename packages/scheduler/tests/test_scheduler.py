@@ -87,6 +87,21 @@ def test_no_chunk_is_longer_than_allowed() -> None:
     assert [len(chunk.token_ids) for chunk in output.prompts] == [3, 2]
 
 
+def test_a_chunk_is_short_beside_a_decode_and_long_without() -> None:
+    scheduler, _ = make(max_num_batched_tokens=32, max_mixed_prefill_tokens=3)
+    scheduler.add(request("a", 20, max_tokens=2))
+    first, _ = run(scheduler)
+    assert [len(chunk.token_ids) for chunk in first.prompts] == [20]
+    scheduler.add(request("b", 30))
+    second, _ = run(scheduler)
+    assert len(second.decodes) == 1
+    assert [len(chunk.token_ids) for chunk in second.prompts] == [3]
+    third, _ = run(scheduler)
+    assert not third.decodes
+    assert [len(chunk.token_ids) for chunk in third.prompts] == [27]
+    assert third.max_prefill_tokens == 32
+
+
 def test_decodes_come_before_prompts_in_the_token_budget() -> None:
     scheduler, _ = make(max_num_batched_tokens=6)
     scheduler.add(request("a", 4))

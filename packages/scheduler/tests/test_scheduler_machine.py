@@ -83,6 +83,7 @@ class Machine(RuleBasedStateMachine):
         max_num_seqs=st.integers(3, 7),
         budget=st.integers(7, 20),
         max_prefill_tokens=st.none() | st.integers(1, 20),
+        max_mixed_prefill_tokens=st.none() | st.integers(1, 9),
         sharing=st.booleans(),
         limited=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
@@ -101,6 +102,7 @@ class Machine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         max_prefill_tokens: int | None,
+        max_mixed_prefill_tokens: int | None,
         sharing: bool,
         limited: bool,
         policy: str,
@@ -130,6 +132,7 @@ class Machine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_prefill_tokens=max_prefill_tokens,
+            max_mixed_prefill_tokens=max_mixed_prefill_tokens,
             max_model_len=MAX_LEN,
             max_waiting=100,
             policy=policy,
@@ -281,10 +284,17 @@ class Machine(RuleBasedStateMachine):
         while self.scheduler.reason_to_wait is not None:
             self.finish_oldest()
         self.runner.check_slots()
+        ran = {
+            seq.seq_id for group in self.scheduler._states.running for seq in group.allocated_seqs
+        }
         output = self.scheduler.schedule()
         assert num_scheduled_tokens(output) <= self.config.max_num_batched_tokens
         num_prefill_tokens = sum(len(chunk.token_ids) for chunk in output.prompts)
         assert num_prefill_tokens <= output.max_prefill_tokens
+        mixed = self.config.max_mixed_prefill_tokens
+        decodes = any(each.seq_id in ran and each.samples for each in output.decodes)
+        if mixed is not None and decodes and not self.runner.most_forced:
+            assert num_prefill_tokens <= mixed
         # The running limit holds within two steps: that of this step or that of the last one.
         assert self.scheduler.num_running_seqs <= max(output.max_running_seqs, self.last_limit)
         self.last_limit = output.max_running_seqs

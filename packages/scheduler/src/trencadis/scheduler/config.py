@@ -35,6 +35,12 @@ class SchedulerConfig:
         "Maximum number of tokens in all prefill chunks of a step together; None: only "
         "the token budget limits them.",
     )
+    max_mixed_prefill_tokens: int | None = setting(
+        None,
+        integer(1, optional=True),
+        "The same for a step that also decodes: long chunks compute a prompt faster, and a "
+        "decode waits for those of its step; None: the limits of every step alone.",
+    )
     max_model_len: int = setting(
         4096, integer(1), "Maximum length of prompt and output together, in tokens."
     )

@@ -129,6 +129,7 @@ class SchedulingStep:
     - ``token_budget``, ``prefill_budget``: tokens that may still be scheduled, and those of them
       that may be in prefill chunks.
     - ``max_chunk_tokens``: maximum length of a prefill chunk; None: the token budget alone.
+      ``max_mixed_prefill_tokens``: maximum of tokens in chunks where the step also decodes.
     - ``max_running_seqs``: the running limit, in sequences. ``max_prefill_tokens``: the prefill
       limit, in tokens.
     - ``max_group_seqs``: the most sequences of a group that may start; above ``max_running_seqs``
@@ -144,6 +145,7 @@ class SchedulingStep:
     now: float
     token_budget: int
     max_chunk_tokens: int | None
+    max_mixed_prefill_tokens: int | None
     blocks: BlockManager
     state_slots: StateSlots | None = None
     num_groups: int = 1
@@ -172,7 +174,8 @@ class SchedulingStep:
     def schedule_decodes(self, groups: abc.Iterable[SequenceGroup]) -> list[SequenceGroup]:
         """Schedule the decodes of running groups, then chunks of tokens that were forced.
 
-        Returns the groups that have more to compute.
+        Beside any of them, prefill chunks are within ``max_mixed_prefill_tokens``. Returns the
+        groups that have more to compute.
         """
         prefills: list[SequenceGroup] = []
         forced: list[Sequence] = []
@@ -192,6 +195,8 @@ class SchedulingStep:
                 prefills.append(group)
         if forced:
             self._schedule_forced(forced)
+        if self.max_mixed_prefill_tokens is not None and (self.decodes or self.prompts):
+            self.prefill_budget = min(self.prefill_budget, self.max_mixed_prefill_tokens)
         return prefills
 
     def schedule_prefills(self, groups: abc.Iterable[SequenceGroup]) -> None:

@@ -374,6 +374,7 @@ class Scheduler:
             self._now,
             self._settings.config.max_num_batched_tokens,
             self._settings.config.max_chunk_tokens,
+            self._settings.config.max_mixed_prefill_tokens,
             self._blocks,
             self._group_blocks.state_slots,
             self._group_blocks.num_groups,

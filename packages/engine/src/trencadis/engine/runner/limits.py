@@ -30,6 +30,8 @@ class BatchSettings(Protocol):
     @property
     def max_num_batched_tokens(self) -> int: ...
     @property
+    def max_mixed_prefill_tokens(self) -> int | None: ...
+    @property
     def max_waiting(self) -> int: ...
     @property
     def block_size(self) -> int: ...
@@ -45,7 +47,9 @@ class ServingLimits:
 
     ``max_model_len`` and ``max_num_batched_tokens`` are in tokens, ``max_num_seqs`` in sequences,
     ``block_size`` in tokens per KV block, ``num_blocks`` in device blocks, the padding block
-    included. ``max_steps_in_flight``: steps that are scheduled before the results of the first.
+    included. ``max_mixed_prefill_tokens``: the most of prefill chunks in a step that also decodes;
+    None for no such limit. ``max_steps_in_flight``: steps that are scheduled before the results of
+    the first.
     """
 
     max_model_len: int
@@ -53,6 +57,7 @@ class ServingLimits:
     max_num_seqs: int
     block_size: int
     num_blocks: int
+    max_mixed_prefill_tokens: int | None = None
     max_steps_in_flight: int = 1
 
     @property
@@ -69,6 +74,7 @@ class ServingLimits:
             max_num_seqs=settings.max_num_seqs,
             block_size=settings.block_size,
             num_blocks=num_blocks,
+            max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
             max_steps_in_flight=2 if settings.async_scheduling else 1,
         )
 
@@ -93,6 +99,7 @@ class ServingLimits:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len + 1 - num_output_tokens,
             max_chunk_tokens=max_chunk_tokens,
+            max_mixed_prefill_tokens=self.max_mixed_prefill_tokens,
             max_waiting=max_waiting,
             max_steps_in_flight=self.max_steps_in_flight,
             policy=policy,

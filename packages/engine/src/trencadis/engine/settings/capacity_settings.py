@@ -68,13 +68,22 @@ class CapacitySettings:
         default="32; 128 on hpu",
     )
     max_num_batched_tokens: int = setting_field(
-        DeviceDefault(256),
+        DeviceDefault(1024),
         integer(1, MAX_BATCHED_TOKENS),
         "--max-num-batched-tokens",
         metavar="TOKENS",
         group=MEMORY,
         help="most prompt tokens computed in one step; a longer prompt is split",
-        default="256; 2048 on hpu",
+        default="1024; 2048 on hpu",
+    )
+    max_mixed_prefill_tokens: int | None = setting_field(
+        None,
+        integer(1, MAX_BATCHED_TOKENS, optional=True),
+        "--max-mixed-prefill-tokens",
+        metavar="TOKENS",
+        group=MEMORY,
+        help="most prompt tokens in a step that also decodes",
+        default="--max-num-batched-tokens; 256 on cpu where that is not set",
     )
     max_waiting: int = setting_field(
         2048,

@@ -782,7 +782,8 @@ class EngineConfig(CapacitySettings):
     def for_device(self, defaults: Mapping[str, Any]) -> EngineConfig:
         """These settings, with a device's ``defaults`` for those that were not set.
 
-        Nothing is compiled by default without buckets, or where eager execution is enforced.
+        Nothing is compiled by default without buckets, or where eager execution is enforced. A
+        device's tokens of mixed steps belong to its own ``max_num_batched_tokens``.
         """
         unset = attrs.asdict(
             self,
@@ -793,6 +794,8 @@ class EngineConfig(CapacitySettings):
         chosen = plain | {name: value for name, value in defaults.items() if name in unset}
         if not self.use_buckets or self.graphs.enforce_eager:
             chosen.pop("compile", None)
+        if "max_num_batched_tokens" not in unset:
+            chosen.pop("max_mixed_prefill_tokens", None)
         return attrs.evolve(self, **chosen)
 
     @property
