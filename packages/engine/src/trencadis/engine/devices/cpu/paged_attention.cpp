@@ -641,20 +641,23 @@ struct WithoutDenormals {
     ~WithoutDenormals() { _mm_setcsr(before); }
 };
 
-// The two ways to multiply: see `tiled_linear.cpp`. Rows of a product are `units` pairs of bf16, or
-// the two floats of each, always with R rows beside each other.
+// The two ways to multiply: see `tiled_linear.cpp`. A row of a product has units, pairs of bf16 or the
+// two floats of each, in `LENGTH` entries.
 struct Pairs {
     typedef int32_t Entry;
     static constexpr int OF_UNIT = 1;
 
-    static inline void put(int32_t* entries, int32_t pair) { *entries = pair; }
+    static inline void put(int32_t* entries, __m256i halves) {
+        _mm256_storeu_si256((__m256i*)entries, halves);
+    }
 
+    template <int LENGTH>
     static inline void add(__m512 (&sums)[R][2], const int32_t* entries, const int32_t* tile) {
         const __m512bh t0 = (__m512bh)_mm512_loadu_si512(tile);
         const __m512bh t1 = (__m512bh)_mm512_loadu_si512(tile + W);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            const __m512bh x = (__m512bh)_mm512_set1_epi32(entries[r]);
+            const __m512bh x = (__m512bh)_mm512_set1_epi32(entries[r * LENGTH]);
             sums[r][0] = _mm512_dpbf16_ps(sums[r][0], t0, x);
             sums[r][1] = _mm512_dpbf16_ps(sums[r][1], t1, x);
         }
@@ -665,30 +668,32 @@ struct Floats {
     typedef float Entry;
     static constexpr int OF_UNIT = 2;
 
-    static inline void put(float* entries, int32_t pair) {
-        const uint32_t both[2] = {(uint32_t)pair << 16, (uint32_t)pair & 0xffff0000u};
-        for (int i = 0; i < 2; ++i) std::memcpy(entries + i * R, both + i, sizeof *entries);
+    static inline void put(float* entries, __m256i halves) {
+        _mm512_storeu_si512(entries, _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
     }
 
+    template <int LENGTH>
     static inline void add(__m512 (&sums)[R][2], const float* entries, const int32_t* tile) {
         const __m512i t0 = _mm512_loadu_si512(tile), t1 = _mm512_loadu_si512(tile + W);
-        add(sums, entries, (__m512)_mm512_slli_epi32(t0, 16), (__m512)_mm512_slli_epi32(t1, 16));
-        add(sums, entries + R, (__m512)_mm512_maskz_mov_epi16(0xAAAAAAAA, t0),
-            (__m512)_mm512_maskz_mov_epi16(0xAAAAAAAA, t1));
+        add<LENGTH>(sums, entries, (__m512)_mm512_slli_epi32(t0, 16),
+                    (__m512)_mm512_slli_epi32(t1, 16));
+        add<LENGTH>(sums, entries + 1, (__m512)_mm512_maskz_mov_epi16(0xAAAAAAAA, t0),
+                    (__m512)_mm512_maskz_mov_epi16(0xAAAAAAAA, t1));
     }
 
+    template <int LENGTH>
     static inline void add(__m512 (&sums)[R][2], const float* entries, __m512 t0, __m512 t1) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            const __m512 x = _mm512_set1_ps(entries[r]);
+            const __m512 x = _mm512_set1_ps(entries[r * LENGTH]);
             sums[r][0] = _mm512_fmadd_ps(t0, x, sums[r][0]);
             sums[r][1] = _mm512_fmadd_ps(t1, x, sums[r][1]);
         }
     }
 };
 
-// out [R, 32] = out * ratio + rows [units, R] by tile [units, 32]. Without a ratio `out` is not read.
-template <class Products>
+// out [R, 32] = out * ratio + rows [R, LENGTH] by tile [units, 32]. Without a ratio `out` is not read.
+template <class Products, int LENGTH>
 static inline void multiply(float* out, int64_t stride, const float* ratio,
                             const typename Products::Entry* rows, const int32_t* tile, int units) {
     __m512 sums[R][2];
@@ -698,8 +703,8 @@ static inline void multiply(float* out, int64_t stride, const float* ratio,
             sums[r][h] = ratio == nullptr ? _mm512_setzero_ps()
                                           : _mm512_mul_ps(_mm512_loadu_ps(out + r * stride + h * W),
                                                           _mm512_set1_ps(ratio[r]));
-    for (int u = 0; u < units; ++u, rows += R * Products::OF_UNIT, tile += COLUMNS)
-        Products::add(sums, rows, tile);
+    for (int u = 0; u < units; ++u, rows += Products::OF_UNIT, tile += COLUMNS)
+        Products::template add<LENGTH>(sums, rows, tile);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
         for (int h = 0; h < 2; ++h) _mm512_storeu_ps(out + r * stride + h * W, sums[r][h]);
@@ -719,6 +724,31 @@ struct Limits {
     }
 };
 
+// 16 rows of 16 integers as columns.
+static inline void transpose(__m512i (&rows)[16]) {
+    __m512i twos[16], fours[16];
+    for (int i = 0; i < 16; i += 2) {
+        twos[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        twos[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            fours[i + 2 * j] = _mm512_unpacklo_epi64(twos[i + j], twos[i + 2 + j]);
+            fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(twos[i + j], twos[i + 2 + j]);
+        }
+    // A quarter of fours[4 i + j] has column 4 * quarter + j of rows 4 i to 4 i + 3.
+    for (int j = 0; j < 4; ++j) {
+        const __m512i even[2] = {_mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88),
+                                 _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88)};
+        const __m512i odd[2] = {_mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd),
+                                _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd)};
+        rows[j] = _mm512_shuffle_i32x4(even[0], even[1], 0x88);
+        rows[4 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
+        rows[8 + j] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
+        rows[12 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
+    }
+}
+
 // Keys as [TILE / 32, D / 2, 32]: pairs of a key's values. Values as [WIDTH / 32, TILE / 2, 32]: pairs
 // of two positions. Positions before `begin` and from `count` on are 0, and so are a head's values from D on.
 struct Packed {
@@ -727,59 +757,72 @@ struct Packed {
 
     void fill(const Cache& cache, const Chunk& chunk, int64_t head, int64_t first, int64_t begin,
               int count) {
-        for (int s = 0; s < TILE; s += 2) {
-            static const Scalar none[D] = {};
-            const Scalar* pair[2] = {none, none};
-            Scalar room[2][2][D];
-            for (int i = 0; i < 2; ++i) {
-                int32_t* column = keys + s / COLUMNS * COLUMNS * D / 2 + s % COLUMNS + i;
-                if (s + i < begin || s + i >= count) {
-                    for (int u = 0; u < D / 2; ++u) column[u * COLUMNS] = 0;
-                    continue;
-                }
-                const Scalar* key;
-                cache.read(chunk, head, first + s + i, key, pair[i], room[i]);
-                for (int u = 0; u < D / 2; ++u)
-                    std::memcpy(column + u * COLUMNS, key + 2 * u, sizeof *column);
+        static const Scalar none[D] = {};
+        for (int s = 0; s < TILE; s += W) {
+            const Scalar *of_keys[W], *of_values[W];
+            Scalar room[W][2][D];
+            for (int i = 0; i < W; ++i) {
+                of_keys[i] = of_values[i] = none;
+                if (s + i >= begin && s + i < count)
+                    cache.read(chunk, head, first + s + i, of_keys[i], of_values[i], room[i]);
             }
-            for (int d = 0; d < D; d += W)
-                _mm512_store_si512(
-                    values + (d / COLUMNS * TILE + s) / 2 * COLUMNS + d % COLUMNS,
-                    _mm512_or_si512(widened(pair[0] + d), _mm512_slli_epi32(widened(pair[1] + d), 16)));
+            for (int u = 0; u < D / 2; u += 16) put_keys(of_keys, s, u);
+            for (int i = 0; i < W; i += 2)
+                for (int d = 0; d < D; d += W)
+                    _mm512_store_si512(
+                        values + (d / COLUMNS * TILE + s + i) / 2 * COLUMNS + d % COLUMNS,
+                        _mm512_or_si512(widened(of_values[i] + d),
+                                        _mm512_slli_epi32(widened(of_values[i + 1] + d), 16)));
         }
+    }
+
+    // Pairs `u` to `u` + 16 of 16 keys, of which the first is that of position `s` of the tile.
+    void put_keys(const Scalar* const (&of_keys)[W], int s, int u) {
+        const int used = std::min(16, D / 2 - u);  // 8 in the end of some heads
+        __m512i rows[16];
+        for (int i = 0; i < W; ++i)
+            rows[i] = _mm512_maskz_loadu_epi32((__mmask16)((1u << used) - 1), of_keys[i] + 2 * u);
+        transpose(rows);
+        int32_t* to = keys + s / COLUMNS * COLUMNS * D / 2 + s % COLUMNS + u * COLUMNS;
+        for (int i = 0; i < used; ++i) _mm512_storeu_si512(to + i * COLUMNS, rows[i]);
     }
 };
 
-// One row's scores of a tile: softmax so far, and the weights as a row of a product.
+// One row's scores of a tile: softmax so far, and the weights as a row of a product. `totals`: of the
+// positions of each lane.
 struct Softmax {
-    float peak = -INFINITY, total = 0;
+    float peak = -INFINITY;
+    Vector totals = Vector{};
 
     // Takes the positions from `begin` up to `last`; returns the ratio of the old sums to the new ones.
     template <class Products>
     float add(const float* scores, float scale, int begin, int last,
               typename Products::Entry* weights) {
         const Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        Vector x[TILE / W], tops = splat(-INFINITY), sums = Vector{};
+        const bool takes_all = begin <= 0 && last >= TILE - 1;
+        Vector x[TILE / W], tops = splat(-INFINITY);
         for (int v = 0; v < TILE / W; ++v) {
-            const Integers masked = (lanes + v * W > last) | (lanes + v * W < begin);
-            x[v] = masked ? splat(-INFINITY) : loadf(scores + v * W) * scale;
+            x[v] = loadf(scores + v * W) * scale;
+            if (!takes_all) {
+                const Integers masked = (lanes + v * W > last) | (lanes + v * W < begin);
+                x[v] = masked ? splat(-INFINITY) : x[v];
+            }
             tops = tops > x[v] ? tops : x[v];
         }
-        const float highest = std::max(peak, largest(tops));
-        const float top = highest == -INFINITY ? 0.0f : highest;  // no position so far: weights are 0
-        const float ratio = top > peak ? std::exp(peak - top) : 1.0f;
+        float ratio = 1;
+        if (_mm512_cmp_ps_mask((__m512)tops, _mm512_set1_ps(peak), _CMP_GT_OQ) != 0) {
+            const float highest = std::max(peak, largest(tops));
+            ratio = std::exp(peak - highest);
+            peak = highest;
+            totals *= ratio;
+        }
+        const float top = peak == -INFINITY ? 0.0f : peak;  // no position so far: weights are 0
         for (int v = 0; v < TILE / W; ++v) {
             x[v] = exponential(x[v] - top);
-            sums += x[v];
+            totals += x[v];
+            Products::put(weights + v * W / 2 * Products::OF_UNIT,
+                          (__m256i)_mm512_cvtneps_pbh((__m512)x[v]));
         }
-        alignas(64) int32_t row[TILE / 2];
-        for (int v = 0; v < TILE / W; v += 2)
-            _mm512_store_si512(row + v * W / 2, (__m512i)_mm512_cvtne2ps_pbh((__m512)x[v + 1],
-                                                                             (__m512)x[v]));
-        for (int u = 0; u < TILE / 2; ++u)
-            Products::put(weights + u * R * Products::OF_UNIT, row[u]);
-        peak = highest;
-        total = total * ratio + sum(sums);
         return ratio;
     }
 };
@@ -791,21 +834,20 @@ static void attend_queries(const Queries& item, const Chunk& chunk, const Cache&
     const int64_t count = std::min<int64_t>(QUERIES, chunk.end - chunk.start - item.first);
     const int64_t rows = count * G, start = chunk.start + item.first;
     typedef typename Products::Entry Entry;
-    constexpr int64_t OF_UNIT = Products::OF_UNIT, OF_ROW = D / 2 * OF_UNIT;
-    alignas(64) Entry queries[ROWS * OF_ROW] = {};             // blocks of R rows, of D / 2 units
+    constexpr int OF_UNIT = Products::OF_UNIT, OF_ROW = D / 2 * OF_UNIT;
+    constexpr int OF_TILE = TILE / 2 * OF_UNIT;
+    alignas(64) Entry queries[ROWS * OF_ROW] = {};             // [ROWS, OF_ROW]
     alignas(64) float sums[ROWS * WIDTH] = {};                 // [ROWS, WIDTH]
     alignas(64) float scores[R * TILE] = {};                   // [R, TILE]
-    alignas(64) Entry weights[TILE / 2 * R * OF_UNIT] = {};    // R rows of TILE / 2 units
+    alignas(64) Entry weights[R * OF_TILE] = {};               // [R, OF_TILE]
     Softmax softmax[ROWS];
     Packed packed;
     const Scalar* of_head = query + item.head * G * query_head + start * query_row;
     for (int64_t row = 0; row < rows; ++row) {
         const Scalar* from = of_head + row % G * query_head + row / G * query_row;
-        for (int u = 0; u < D / 2; ++u) {
-            int32_t pair;
-            std::memcpy(&pair, from + 2 * u, sizeof pair);
-            Products::put(queries + row / R * R * OF_ROW + u * R * OF_UNIT + row % R, pair);
-        }
+        for (int d = 0; d < D; d += W)
+            Products::put(queries + row * OF_ROW + d / 2 * OF_UNIT,
+                          _mm256_loadu_si256((const __m256i*)(from + d)));
     }
     std::memset(packed.values, 0, sizeof packed.values);
     const int64_t first = chunk.context + item.first, visible = first + count;
@@ -816,8 +858,9 @@ static void attend_queries(const Queries& item, const Chunk& chunk, const Cache&
         packed.fill(cache, chunk, item.head, tile, oldest - tile, seen);
         for (int64_t begin = 0; begin < rows; begin += R) {
             for (int h = 0; h < products; ++h)
-                multiply<Products>(scores + h * COLUMNS, TILE, nullptr, queries + begin * OF_ROW,
-                                   packed.keys + h * COLUMNS * D / 2, D / 2);
+                multiply<Products, OF_ROW>(scores + h * COLUMNS, TILE, nullptr,
+                                           queries + begin * OF_ROW,
+                                           packed.keys + h * COLUMNS * D / 2, D / 2);
             float ratio[R] = {};
             for (int64_t r = 0; r < std::min<int64_t>(R, rows - begin); ++r) {
                 const int64_t position = first + (begin + r) / G;
@@ -825,18 +868,19 @@ static void attend_queries(const Queries& item, const Chunk& chunk, const Cache&
                 const int64_t last = std::min<int64_t>(TILE, position - tile);
                 ratio[r] = softmax[begin + r].template add<Products>(
                     scores + r * TILE, scale, (int)std::min<int64_t>(TILE, from), (int)last,
-                    weights + r);
+                    weights + r * OF_TILE);
             }
             for (int c = 0; c < WIDTH / COLUMNS; ++c)
-                multiply<Products>(sums + begin * WIDTH + c * COLUMNS, WIDTH, ratio, weights,
-                                   packed.values + c * COLUMNS * TILE / 2,
-                                   products * COLUMNS / 2);
+                multiply<Products, OF_TILE>(sums + begin * WIDTH + c * COLUMNS, WIDTH, ratio,
+                                            weights, packed.values + c * COLUMNS * TILE / 2,
+                                            products * COLUMNS / 2);
         }
     }
     for (int64_t row = 0; row < rows; ++row) {
         Scalar* to = out + (start + row / G) * K * G * D + (item.head * G + row % G) * D;
+        const float total = sum(softmax[row].totals);
         for (int v = 0; v < DV; ++v)
-            store(to + v * W, loadf(sums + row * WIDTH + v * W) / softmax[row].total);
+            store(to + v * W, loadf(sums + row * WIDTH + v * W) / total);
     }
 }
 
