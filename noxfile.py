@@ -74,6 +74,18 @@ VLLM = "0.32.0"
 VLLM_PARTS = ("examples", "tests/entrypoints", "tests/tool_use")
 """Directories of its sources that these tests are in, or read."""
 
+VLLM_SAMPLE = (
+    "anthropic/test_messages.py",
+    "openai/chat_completion/test_chat.py",
+    "openai/chat_completion/test_chat_completion.py",
+    "openai/chat_completion/test_logprob_token_ids.py",
+    "openai/completion/test_completion.py",
+    "openai/responses/test_simple.py",
+    "pooling/embed/test_cohere_online.py",
+    "serve/tokenize/test_tokenization.py",
+)
+"""Files of its tests of entry points that ``.ci/run`` has time for: half of them, four minutes."""
+
 VLLM_SCHEMA_TEST = "tests/entrypoints/openai/test_openai_schema.py"
 SCHEMATHESIS_PYTEST = "pytest<9.2"
 """The pytest for which schemathesis has a plugin: 9.2 has no ``_nodeid``."""
@@ -216,13 +228,15 @@ def tests_long(session: nox.Session, part: str) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("part", choices("small", "trained", "schema"))
+@nox.parametrize("part", choices("sample", "small", "trained", "schema"))
 def tests_peers(session: nox.Session, part: str) -> None:
     """Runs vLLM's own tests of a server, of tool calls and of batches, with the small test model.
 
-    Those that fail are listed with the reason in tests/peers/vllm_expected.json. ``trained``: those
-    that need a model which calls tools or reasons, with one that is trained first: minutes, once.
-    ``schema``: its test of the API description by schemathesis, with `SCHEMATHESIS_PYTEST`.
+    Those that fail are listed with the reason in tests/peers/vllm_expected.json. ``small``: all
+    that this model can answer; ``sample``: some of them, which ``.ci/run`` has time for.
+    ``trained``: those that need a model which calls tools or reasons, with one that is trained
+    first: minutes, once. ``schema``: its test of the API description by schemathesis, with
+    `SCHEMATHESIS_PYTEST`.
     """
     make_shared_environment(session)
     python = python_of(SHARED)
@@ -234,7 +248,8 @@ def tests_peers(session: nox.Session, part: str) -> None:
     variables = {**ONE_THREAD, **NO_NETWORK, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     variables["PEERS_PART"] = part
     settings = ("-c", str(here / "pytest.ini"), "--rootdir", str(source), "--confcutdir")
-    tests = (VLLM_SCHEMA_TEST,) if part == "schema" else ()
+    sample = [f"tests/entrypoints/{file}" for file in VLLM_SAMPLE]
+    tests = {"sample": sample, "schema": [VLLM_SCHEMA_TEST]}.get(part, [])
     command = (str(python), "-m", "pytest", *settings, str(source), *tests, *session.posargs)
     with session.chdir(source):
         session.run(*command, env=variables, external=True)
