@@ -96,7 +96,9 @@ def _context(engine: ServingEngine, settings: ServerSettings, keys: ApiKeys) -> 
     encoder = PromptEncoder(settings.max_pending_prompts)
     endpoint = settings.otlp_traces_endpoint
     tracer = None if endpoint is None else RequestTracer(endpoint)
-    metrics = ServingMetrics(engine, tracer=tracer, has_keys=len(keys) > 0)
+    metrics = ServingMetrics(
+        engine, tracer=tracer, has_keys=len(keys) > 0, num_pending=lambda: encoder.num_pending
+    )
     switcher, switching = None, as_switching(engine)
     if switching is not None and metrics.switches is not None:
         switcher = SwitchControl(switching, settings, metrics.switches, lambda: metrics.num_active)

@@ -214,7 +214,7 @@ async def _generate(
     timeline = RequestTimeline(
         metrics, params.n, num_prompt_tokens, sender.api_key, params.max_tokens
     )
-    metrics.num_active += 1
+    metrics.num_open += 1
     outcome: str | None = "abort"
     failure: Exception | None = None
     model_name = metrics.model_name
@@ -231,7 +231,7 @@ async def _generate(
         failure = error
         raise
     finally:
-        metrics.num_active -= 1
+        metrics.num_open -= 1
         if outcome is not None:
             timeline.end(outcome)
         if metrics.tracer is not None:

@@ -63,10 +63,11 @@ _LONGEST_CONTEXT = 131_072
 class ServingMetrics:
     """All metrics of one app, in a registry of their own. ``clock`` counts seconds.
 
-    ``num_active`` counts engine requests that have not ended, and requests that wait for a switch.
-    ``tracer`` exports a trace of each request; None: there are no traces. The label ``model_name``
-    is the model that is active when a request begins. ``has_keys``: there are API keys, each
-    of which has counters of its own from its first request on.
+    ``num_open`` counts engine requests that have not ended, and requests that wait for a switch;
+    ``num_pending`` returns how many prompts wait or are being tokenised. ``tracer`` exports a trace
+    of each request; None: there are no traces. The label ``model_name`` is the model that is active
+    when a request begins. ``has_keys``: there are API keys, each of which has counters of its own
+    from its first request on.
     """
 
     def __init__(
@@ -75,10 +76,12 @@ class ServingMetrics:
         clock: Callable[[], float] = time.monotonic,
         tracer: RequestTracer | None = None,
         has_keys: bool = False,
+        num_pending: Callable[[], int] = int,
     ) -> None:
         self.clock = clock
         self.tracer = tracer
-        self.num_active = 0
+        self.num_open = 0
+        self._num_pending = num_pending
         self.registry = CollectorRegistry()
         self._engine = engine
         self.registry.register(_EngineCollector(engine))
@@ -109,6 +112,11 @@ class ServingMetrics:
         self._series: dict[str, ModelSeries] = {}
         for model in (engine.model_name,) if switching is None else switching.aliases:
             self._series[model] = self._new_series(model)
+
+    @property
+    def num_active(self) -> int:
+        """Requests that were accepted and have not ended, also while a prompt is tokenised."""
+        return self.num_open + self._num_pending()
 
     @property
     def model_name(self) -> str:

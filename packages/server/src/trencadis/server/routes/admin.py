@@ -77,7 +77,7 @@ def admin_router(context: ServingContext) -> APIRouter:
         """The engine's latest statistics, and whether new requests are rejected."""
         return {
             "draining": context.drain.is_draining,
-            "num_active_requests": context.num_active,
+            "num_active_requests": context.metrics.num_active,
             "stats": attrs.asdict(context.engine.stats),
         }
 
@@ -93,7 +93,7 @@ def admin_router(context: ServingContext) -> APIRouter:
         await _until_idle(context, order.wait_s if order.drain else 0.0)
         return {
             "draining": context.drain.is_draining,
-            "num_active_requests": context.num_active,
+            "num_active_requests": context.metrics.num_active,
         }
 
     return router
@@ -103,7 +103,7 @@ async def _until_idle(context: ServingContext, seconds: float) -> None:
     """Wait until no request is served, at most ``seconds``, or until requests are accepted."""
     with anyio.move_on_after(seconds):
         # Polled, because what changes is a counter.
-        while context.num_active and context.drain.is_draining:  # noqa: ASYNC110
+        while context.metrics.num_active and context.drain.is_draining:  # noqa: ASYNC110
             await anyio.sleep(_POLL_SECONDS)
 
 

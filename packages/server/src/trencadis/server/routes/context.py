@@ -62,11 +62,6 @@ class ServingContext:
         return (self.engine.model_name,) if switching is None else switching.aliases
 
     @property
-    def num_active(self) -> int:
-        """Requests that were accepted and have not ended, also while a prompt is tokenised."""
-        return self.metrics.num_active + self.encoder.num_pending
-
-    @property
     def adapters(self) -> Mapping[str, AdapterInfo]:
         """The adapters of the active model, which requests may name as a model."""
         return adapters(self.engine)

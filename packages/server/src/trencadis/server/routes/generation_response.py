@@ -364,11 +364,11 @@ async def _after_switch(
     alias = context.alias_of(name)
     waiting = WaitingRequest(alias, client=sender.client)
     while True:
-        context.metrics.num_active += 1  # a drain waits for it
+        context.metrics.num_open += 1  # a drain waits for it
         try:
             await switcher.wait_for(waiting)
         finally:
-            context.metrics.num_active -= 1
+            context.metrics.num_open -= 1
         try:
             if alias not in (None, context.engine.model_name):  # an order came between
                 raise ModelNotActiveError(f"the model {alias!r} is not active any more")

@@ -59,7 +59,7 @@ def health_router(context: ServingContext) -> APIRouter:
     @router.get("/load", responses=error_responses())
     async def load() -> dict[str, int]:
         """How many prompts are being served or wait, for balancers of load."""
-        return {"server_load": context.num_active}
+        return {"server_load": context.metrics.num_active}
 
     @router.get("/version", responses=error_responses())
     async def version() -> dict[str, str]:
