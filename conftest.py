@@ -1,6 +1,6 @@
-"""Leaves out the tests that are marked slow, long, soak or gaudi, unless ``-m`` names the marker.
+"""Leaves out the tests that are marked slow, soak or gaudi, unless ``-m`` names the marker.
 
-Those that tests/long_tests.txt lists by the beginnings of their ids are marked long.
+Slow ones that tests/long_tests.txt lists by the beginnings of their ids are marked long.
 
 Hypothesis has no deadline for an example, and no limit of the time in which it draws them: a busy
 machine would fail tests that are right.
@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-LEFT_OUT = {"slow", "long", "soak", "gaudi"}
+LEFT_OUT = {"slow", "soak", "gaudi"}
 LONG = tuple((Path(__file__).parent / "tests/long_tests.txt").read_text("utf-8").splitlines())
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.nodeid.startswith(LONG):
+    if item.get_closest_marker("slow") is not None and item.nodeid.startswith(LONG):
         item.add_marker("long")
 
 

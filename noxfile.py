@@ -220,8 +220,7 @@ def tests_long(session: nox.Session, part: str) -> None:
     ``slow``: every slow test, also those of tests/long_tests.txt.
     """
     if part in ("slow", "soak"):
-        marks = "slow or long" if part == "slow" else part
-        pytest_shared(session, "-m", marks, "--dist", "worksteal")
+        pytest_shared(session, "-m", part, "--dist", "worksteal")
     else:
         mode = part.removeprefix("gaudi_")
         pytest_shared(session, "packages/engine", env=simulated_gaudi(mode))
