@@ -436,6 +436,32 @@ async def test_a_cancelled_batch_keeps_what_is_answered(batching, engine, soon):
 
 
 @pytest.mark.asyncio
+async def test_a_line_that_is_being_written_while_its_batch_is_cancelled_counts(
+    batching, monkeypatch, soon
+):
+    append, began, may_end = AnswerFiles.append, threading.Event(), threading.Event()
+
+    def slow(self, lines, *, is_output):
+        began.set()
+        assert may_end.wait(30)
+        append(self, lines, is_output=is_output)
+
+    monkeypatch.setattr(AnswerFiles, "append", slow)
+    async with batching() as client:
+        batch = await created(client, jsonl(*map(line, range(3))))
+        await soon(began.is_set)
+        try:
+            await client.batches.cancel(batch.id)
+            for _ in range(20):
+                assert (await client.batches.retrieve(batch.id)).status == "cancelling"
+        finally:
+            may_end.set()
+        batch = await ended(client, batch.id)
+        answers = await lines_of(client, batch.output_file_id)
+        assert len(answers) == batch.request_counts.completed > 0
+
+
+@pytest.mark.asyncio
 async def test_a_batch_expires_and_says_which_lines_were_not_answered(
     batching, engine, soon, tmp_path
 ):

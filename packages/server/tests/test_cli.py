@@ -42,6 +42,7 @@ ENGINE = {
     "max_model_len": ("512", 512),
     "max_num_seqs": ("7", 7),
     "max_num_batched_tokens": ("64", 64),
+    "max_mixed_prefill_tokens": ("32", 32),
     "max_waiting": ("3", 3),
     "block_size": ("16", 16),
     "num_blocks": ("99", 99),

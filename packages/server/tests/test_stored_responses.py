@@ -312,14 +312,15 @@ async def test_a_response_in_the_background_takes_no_longer_than_it_would_be_sto
 ):
     engine.delay = 3600
     async with (
-        serving(responses_store=True, responses_store_ttl=0.2) as url,
+        # It is kept as long as it may take: a busy machine has this time to ask for it.
+        serving(responses_store=True, responses_store_ttl=2.0) as url,
         client_of(url) as client,
     ):
         queued = await create(client, background=True)
         await soon(lambda: engine.requests and not engine.running)
         response = await client.responses.retrieve(queued.id)
     assert (response.status, response.error.code) == ("failed", "response_timeout")
-    assert "0.2 s" in response.error.message
+    assert "2 s" in response.error.message
 
 
 # one name, many requests

@@ -275,7 +275,7 @@ class BatchRunner:
             response = result["response"]
             is_output = response is not None and response["status_code"] == 200
             append = partial(files.append, [result], is_output=is_output)
-            await self._persist(lambda: asyncio.to_thread(append))
+            await self._persist(lambda: _to_its_end(append))
             done[line.custom_id] = is_output
             self._count_line("completed" if is_output else "failed")
             counts = self.store.batches[batch_id].batch.request_counts
@@ -422,6 +422,20 @@ class BatchRunner:
 
     def _now(self) -> int:
         return int(self.store.clock())
+
+
+async def _to_its_end(write: Callable[[], None]) -> None:
+    """Write in a thread, to its end also where the task is cancelled meanwhile.
+
+    A line that is written after the answers of a batch have been counted would not count.
+    """
+    task = asyncio.create_task(asyncio.to_thread(write))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        with suppress(OSError):
+            await asyncio.shield(task)
+        raise
 
 
 async def _failure(write: Callable[[], Awaitable[Any]]) -> OSError | None:
