@@ -102,6 +102,23 @@ def test_a_chunk_is_short_beside_a_decode_and_long_without() -> None:
     assert third.max_prefill_tokens == 32
 
 
+def test_prompts_that_come_together_are_computed_together_where_nothing_decodes() -> None:
+    scheduler, _ = make(max_num_batched_tokens=64, max_mixed_prefill_tokens=8)
+    for name in "abc":
+        scheduler.add(request(name, 20))
+    output, _ = run(scheduler)
+    assert [len(chunk.token_ids) for chunk in output.prompts] == [20, 20, 20]
+
+
+def test_a_decode_that_starts_late_lets_no_further_chunk_join_its_step() -> None:
+    scheduler, _ = make(max_num_batched_tokens=64, max_mixed_prefill_tokens=8)
+    for name, length in (("a", 20), ("b", 1), ("c", 20)):
+        scheduler.add(request(name, length))
+    output, _ = run(scheduler)
+    assert [len(chunk.token_ids) for chunk in output.prompts] == [20]
+    assert len(output.decodes) == 1
+
+
 def test_decodes_come_before_prompts_in_the_token_budget() -> None:
     scheduler, _ = make(max_num_batched_tokens=6)
     scheduler.add(request("a", 4))

@@ -293,7 +293,7 @@ class Machine(RuleBasedStateMachine):
         assert num_prefill_tokens <= output.max_prefill_tokens
         mixed = self.config.max_mixed_prefill_tokens
         decodes = any(each.seq_id in ran and each.samples for each in output.decodes)
-        if mixed is not None and decodes and not self.runner.most_forced:
+        if mixed is not None and decodes:
             assert num_prefill_tokens <= mixed
         # The running limit holds within two steps: that of this step or that of the last one.
         assert self.scheduler.num_running_seqs <= max(output.max_running_seqs, self.last_limit)

@@ -194,10 +194,19 @@ class SchedulingStep:
             if is_prefill:
                 prefills.append(group)
         if forced:
+            if self.decodes or len(forced) > 1:
+                self._limit_mixed()
             self._schedule_forced(forced)
-        if self.max_mixed_prefill_tokens is not None and (self.decodes or self.prompts):
-            self.prefill_budget = min(self.prefill_budget, self.max_mixed_prefill_tokens)
+        if self.decodes or forced:
+            self._limit_mixed()
         return prefills
+
+    def _limit_mixed(self) -> None:
+        """Limit the chunks of the step, with those that are scheduled, to those of a mixed one."""
+        if self.max_mixed_prefill_tokens is not None:
+            num_scheduled = sum(len(chunk.token_ids) for chunk in self.prompts)
+            left = max(0, self.max_mixed_prefill_tokens - num_scheduled)
+            self.prefill_budget = min(self.prefill_budget, left)
 
     def schedule_prefills(self, groups: abc.Iterable[SequenceGroup]) -> None:
         """Schedule prefill chunks of running groups, in this order."""

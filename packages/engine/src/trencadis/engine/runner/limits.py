@@ -171,7 +171,11 @@ def num_cache_blocks(
     if num_blocks - 1 < per_sequence:
         tokens = _most_tokens(settings, num_blocks - 1, windows)
         lower = f"lower max_model_len to {tokens}" if tokens else "lower max_model_len"
-        groups = f" for {len(windows)} block groups" if len(windows) > 1 else ""
+        groups = ""
+        if len(windows) > 1:
+            groups = f" for {len(windows)} block groups"
+            # A window has the blocks of the tokens that a step computes, too.
+            lower += f", lower max_num_batched_tokens {token_budget(settings)},"
         raise ConfigError(
             f"a KV cache of {num_blocks} blocks of {settings.block_size} tokens{groups} cannot "
             f"hold one sequence of max_model_len {max_model_len}: {lower} or "

@@ -54,7 +54,10 @@ def _mapping(
 @attrs.frozen(
     kw_only=True,
     field_transformer=with_defaults(
-        {"max_model_len": "the longest request of the trace, within the model's context length"},
+        {
+            "max_model_len": "the longest request of the trace, within the model's context length",
+            "max_mixed_prefill_tokens": "--max-num-batched-tokens",
+        },
         max_num_seqs=128,
         max_num_batched_tokens=2048,
         block_size=128,
