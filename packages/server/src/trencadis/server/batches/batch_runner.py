@@ -425,7 +425,7 @@ class BatchRunner:
 
 
 async def _to_its_end(write: Callable[[], None]) -> None:
-    """Write in a thread, to its end also where the task is cancelled meanwhile.
+    """Write in a thread, to its end also where the task is cancelled meanwhile, even repeatedly.
 
     A line that is written after the answers of a batch have been counted would not count.
     """
@@ -433,8 +433,10 @@ async def _to_its_end(write: Callable[[], None]) -> None:
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
-        with suppress(OSError):
-            await asyncio.shield(task)
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((task,))
+        task.exception()  # it is looked at: an end that is not would be logged
         raise
 
 
