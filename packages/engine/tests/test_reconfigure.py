@@ -529,6 +529,35 @@ def test_a_sleeping_core_switches_to_another_model(
     assert serve(core) == alone[0]
 
 
+def chunk_beside_a_decode(core: EngineCore) -> int:
+    """How many tokens of a prompt of 24 a step computes that also decodes."""
+    core.add("decodes", GenerateRequest((1,), SamplingParams(max_tokens=20, ignore_eos=True)))
+    core.step()
+    core.add("prompt", GenerateRequest((2,) * 24, SamplingParams(max_tokens=1)))
+    before = core.stats.num_prefill_tokens
+    core.step()
+    computed = core.stats.num_prefill_tokens - before
+    while core.has_work:
+        core.step()
+    return computed
+
+
+def test_chunks_beside_decodes_are_those_of_the_active_model(
+    first: EngineConfig, second: EngineConfig
+) -> None:
+    plain = {"device": "cpu", "enable_prefix_caching": False}
+    config = attrs.evolve(first, max_mixed_prefill_tokens=5, **plain)
+    core, switcher = started(config)
+    assert chunk_beside_a_decode(core) == 5
+    switcher.sleep(1)
+    switcher.wake_up()
+    assert chunk_beside_a_decode(core) == 5
+    switch(switcher, attrs.evolve(second, **plain))
+    assert chunk_beside_a_decode(core) > 5
+    switch(switcher, config)
+    assert chunk_beside_a_decode(core) == 5
+
+
 PENALISED = SamplingParams(
     temperature=0.9,
     seed=11,
