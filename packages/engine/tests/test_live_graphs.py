@@ -64,6 +64,25 @@ def test_without_warm_up_the_buckets_that_traffic_uses_become_graphs(
     assert core.stats.num_compilations == compiled
 
 
+def test_the_core_says_that_it_is_busy_before_it_captures(
+    lazy_gaudi: object, tiny_model: Path
+) -> None:
+    """A capture may take longer than a step may: a watchdog would end the core."""
+    core = started(tiny_model, {"VLLM_SKIP_WARMUP": "true"})
+    counts: list[int] = []
+    for _ in range(2):
+        core.add("0", GenerateRequest(tuple(PROMPTS[2]), GREEDY))
+        while core.has_work:
+            before, said = core.stats.num_graphs, []
+            core.on_busy = lambda reason, _: said.append((core.stats.num_graphs, reason))  # noqa: B023
+            core.step()
+            if (num_captured := core.stats.num_graphs - before) > 0:
+                assert said[0][0] == before
+                assert said[0][1].startswith("the engine core compiles ")
+                counts.append(num_captured)
+    assert sum(counts) == core.stats.num_graphs > 2
+
+
 @pytest.mark.parametrize("family", ["Mistral v0.1", "gpt-oss"])
 def test_graphs_of_layers_with_windows_give_their_tokens(
     lazy_gaudi: object, tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture

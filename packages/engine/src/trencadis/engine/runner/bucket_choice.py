@@ -180,6 +180,7 @@ class BucketChoice:
         """
         while self.not_captured and self._capture is not None:
             phase, bucket = next(iter(self.not_captured))
+            self._forward_runner.on_cold(self.shapes(phase, bucket)[0])
             try:
                 self._capture.capture_bucket(phase, bucket)
             except Exception as error:
