@@ -142,6 +142,7 @@ GAUDI_SAMPLE = (
     "test_reconfigure.py::test_a_sleeping_core_switches_to_another_model[2]",
     "test_reconfigure.py::test_a_core_sleeps_without_its_cache_and_wakes_up_as_it_was",
     "test_reconfigure.py::test_memory_of_the_old_model_is_freed",
+    "test_state_dtypes.py::test_a_switch_to_another_dtype_and_back_computes_in_each",
     "test_switches.py::test_defragmentation",
     "test_switches.py::test_prefix_caching",
 )

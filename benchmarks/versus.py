@@ -110,14 +110,19 @@ def take_turns(workers: dict[str, Worker], load: Load, seed: int) -> dict[str, f
 class Worker:
     """A process with one engine, which answers each load with the seconds that it took."""
 
-    def __init__(self, name: str, model: str, max_model_len: int = 1024) -> None:
-        """Start the process. llama.cpp and OpenVINO want a GGUF file."""
+    def __init__(
+        self, name: str, model: str, max_model_len: int = 1024, state_dtype: str = "auto"
+    ) -> None:
+        """Start the process. llama.cpp and OpenVINO want a GGUF file.
+
+        ``state_dtype``: of the sums of layers with a state, in this engine and vLLM.
+        """
         self.name = name
         began = time.perf_counter()
         self._process = subprocess.Popen(
             [
                 *(str(python_of(name)), Path(__file__).with_name("versus_engines.py"), name, model),
-                *("--max-model-len", str(max_model_len)),
+                *("--max-model-len", str(max_model_len), "--state-dtype", state_dtype),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

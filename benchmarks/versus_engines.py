@@ -30,14 +30,17 @@ def main() -> None:
     parser.add_argument("engine")
     parser.add_argument("model", help="a checkpoint; for llama.cpp and OpenVINO a GGUF file")
     parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--state-dtype", default="auto")
     options = parser.parse_args()
     engine = options.engine.partition("-")[0]
-    others = {"transformers": _transformers, "vllm": _vllm, "llama": _llama, "openvino": _openvino}
-    length = options.max_model_len
-    if engine in others:
+    others = {"transformers": _transformers, "llama": _llama, "openvino": _openvino}
+    length, states = options.max_model_len, options.state_dtype
+    if engine == "vllm":
+        run = _vllm(options.model, length, states)
+    elif engine in others:
         run = others[engine](options.model, length)
     else:
-        run = _ours(options.model, length, engine)
+        run = _ours(options.model, length, engine, states)
     print('versus: "ready"', flush=True)
     for line in sys.stdin:
         requests, prompt, output, seed = json.loads(line)
@@ -50,7 +53,7 @@ def main() -> None:
         print(f"versus: {taken_s}", flush=True)
 
 
-def _ours(model: str, max_model_len: int, name: str) -> Generate:
+def _ours(model: str, max_model_len: int, name: str, state_dtype: str) -> Generate:
     from trencadis.engine import LLM, SamplingParams
 
     llm = LLM(
@@ -61,6 +64,7 @@ def _ours(model: str, max_model_len: int, name: str) -> Generate:
         max_num_seqs=MAX_NUM_SEQS,
         compile=name != "eager",
         quantization=name if name.startswith("int") else "none",
+        mamba_ssm_cache_dtype=state_dtype,
         enable_prefix_caching=False,
     )
 
@@ -92,7 +96,7 @@ def _transformers(model: str, max_model_len: int) -> Generate:
     return generate
 
 
-def _vllm(model: str, max_model_len: int) -> Generate:
+def _vllm(model: str, max_model_len: int, state_dtype: str) -> Generate:
     import vllm
 
     llm = vllm.LLM(
@@ -103,6 +107,7 @@ def _vllm(model: str, max_model_len: int) -> Generate:
         enable_prefix_caching=False,
         disable_log_stats=True,
         gpu_memory_utilization=VLLM_MEMORY,
+        mamba_ssm_cache_dtype=state_dtype,
     )
 
     def generate(prompts: Prompts, output: int) -> int:

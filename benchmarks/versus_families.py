@@ -3,6 +3,7 @@
     nox -s peers                                   # environments of the others, once
     python benchmarks/versus_families.py           # all three models
     python benchmarks/versus_families.py --models experts --engines compile vllm-all-cores
+    python benchmarks/versus_families.py --models states --state-dtype bfloat16
 
 As ``versus.py``, with models of about 300 million parameters. An engine that does not serve a model
 is left out.
@@ -76,6 +77,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--state-dtype",
+        default="auto",
+        help="of the sums of layers with a state: by default fp32 here, bf16 in vLLM",
+    )
     options = parser.parse_args()
     for name in options.models:
         family = FAMILIES[name]
@@ -85,7 +91,7 @@ def main() -> None:
             workers = {}
             for engine in found(options.engines):
                 try:
-                    worker = Worker(engine, directory, family.context)
+                    worker = Worker(engine, directory, family.context, options.state_dtype)
                 except RuntimeError as error:
                     print(f"{name}: {error}")
                     continue

@@ -185,6 +185,34 @@ def test_states_that_are_written_past_the_caches_are_the_same(mixer: MambaMixer)
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("size", "rows", "tokens"), [(33, 3, 40), (64, 2, 33), (64, 3, 1), (33, 2, 1), (128, 400, 1)]
+)
+def test_states_of_bf16_are_those_of_fp32_that_are_rounded_after_the_last_token(
+    mixer: MambaMixer, size: int, rows: int, tokens: int, dtype: torch.dtype
+) -> None:
+    """Past the caches, too, where there are many rows; with numbers that are none."""
+    assert 400 * HEADS * WIDTH * 128 * 2 > 1 << 22, "as in the source"
+    module = made("Bamba", size, 4, dtype)
+    values = torch.Generator().manual_seed(11)
+    inputs = torch.randn(rows, tokens, HIDDEN, generator=values).to(dtype)
+    sums = torch.randn(2 * rows, HEADS, WIDTH, size, generator=values).bfloat16()
+    sums[0, 0, 0, :3] = torch.tensor([torch.nan, torch.inf, 3e38])
+    conv = torch.randn(2 * rows, *places(module, 1)[KEYS[0]].shape[1:], generator=values).to(dtype)
+    reads, writes = torch.arange(rows), torch.arange(rows, 2 * rows)
+    results = []
+    for part in (sums.float(), sums.clone()):
+        given = [StatePlaces(each, reads, writes) for each in (conv.clone(), part)]
+        results.append((mixer(module, inputs, *given), part[writes], part[reads]))
+    (expected, exact, _), (found, rounded, before) = results
+    same = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(found, expected, **same)
+    torch.testing.assert_close(rounded, exact.bfloat16(), **same)
+    torch.testing.assert_close(before, sums[reads], **same)
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize(("size", "taps"), [(513, 4), (16, 9)])
 def test_sizes_beyond_the_memory_of_a_job_are_rejected(
     mixer: MambaMixer, size: int, taps: int

@@ -237,6 +237,7 @@ def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture
         *(("warmup", value) for value in (True, "all")),
         *(("dtype", value) for value in (None, "int8")),
         *(("kv_cache_dtype", value) for value in (None, "int4", "bfloat16")),
+        *(("mamba_ssm_cache_dtype", value) for value in (None, "int8", "float16")),
         *(("scheduling_policy", value) for value in (None, "random")),
     ],
     ids=lambda value: f"{value!r:.30}" if not isinstance(value, int) else str(value.bit_length()),

@@ -64,6 +64,7 @@ ENGINE = {
     "quantization": ("int8", "int8"),
     "quant_config": ("quant.json", "quant.json"),
     "kv_cache_dtype": ("fp8", "fp8"),
+    "mamba_ssm_cache_dtype": ("bfloat16", "bfloat16"),
     "fp32_softmax": ("true", True),
     "enable_lora": ("", True),
     "lora_modules": ("sql=/adapters/a=b", {"sql": "/adapters/a=b"}),

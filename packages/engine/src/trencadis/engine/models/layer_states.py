@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 
-from trencadis.kvcache.state_cache import StateKey
+from trencadis.kvcache.state_cache import StateKey, StateShape
 
 CONV = "conv"
 RECURRENT = "recurrent"
 """The kinds of states that transformers' cache has: the last inputs of a convolution, and sums."""
+
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Those of `EngineConfig.mamba_ssm_cache_dtype`, without ``auto``."""
+
+
+def kept_states(states: Sequence[StateShape], dtype: str) -> tuple[StateShape, ...]:
+    """The parts of a layer's state as a cache keeps them: sums in a dtype of `STATE_DTYPES`.
+
+    With ``auto`` in that in which the layer's own code computes them.
+    """
+    kept = STATE_DTYPES.get(dtype)
+    return tuple(
+        attrs.evolve(part, dtype=kept) if kept and part.key.kind == RECURRENT else part
+        for part in states
+    )
 
 
 @attrs.frozen(eq=False)
@@ -26,13 +42,13 @@ class StatePlaces:
     reads: torch.Tensor
     writes: torch.Tensor
 
-    def states(self) -> torch.Tensor:
-        """A copy of the states, ``[rows, ...]``."""
-        return self.part.index_select(0, self.reads)
+    def states(self, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of the states, ``[rows, ...]``, in the dtype that a layer computes with."""
+        return self.part.index_select(0, self.reads).to(dtype)
 
     def write(self, states: torch.Tensor) -> None:
-        """Write new ones, ``[rows, ...]``."""
-        self.part.index_copy_(0, self.writes, states)
+        """Write new ones, ``[rows, ...]``, in the dtype that they are kept in."""
+        self.part.index_copy_(0, self.writes, states.to(self.part.dtype))
 
 
 class LayerStates:

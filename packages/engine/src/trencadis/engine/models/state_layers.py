@@ -26,7 +26,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -328,17 +328,19 @@ class StateLayers:
         rows = hidden_states.view(paged.state_reads.shape[0], -1, hidden_states.shape[2])
         lengths = paged.state_tokens if rows.shape[1] > 1 else None
         cache = paged.cache.states
-        states = LayerStates(
-            {
-                shape.key: cache.part(layer, shape.key).index_select(0, paged.state_reads)
-                for shape in self._shapes[layer]
-            },
-            lengths,
-        )
+        places = {
+            shape.key: StatePlaces(
+                cache.part(layer, shape.key), paged.state_reads, paged.state_writes
+            )
+            for shape in self._shapes[layer]
+        }
+        states = LayerStates(self._given(layer, places), lengths)
         self._functions.lengths = lengths
         result = own(rows, **{argument: states})
         for key, state in states.states.items():
-            cache.write(layer, key, paged.state_writes, state)
+            # Of a program, the cache notes it, and it is written after the last layer.
+            kept = state.to(places[key].part.dtype)
+            cache.write(layer, key, paged.state_writes, kept)
         return result.reshape(hidden_states.shape)
 
     def _forward(self, own: _Own, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -365,13 +367,22 @@ class StateLayers:
         rows = part.select(hidden_states)
         if (mixer := self._mixers.get(own.layer)) is not None:
             return mixer(rows, *(places[key] for key in OF_MIXER))
-        states = LayerStates({key: place.states() for key, place in places.items()})
+        states = LayerStates(self._given(own.layer, places))
         given: dict[str, Any] = {own.argument: states}
         steps = 1 if own.by_tokens and not part.begins else rows.shape[1]
         computed = [own.forward(tokens, **given) for tokens in torch.split(rows, steps, dim=1)]
         for key, state in states.states.items():
             places[key].write(state)
         return torch.cat(computed, dim=1)
+
+    def _given(
+        self, layer: int, places: Mapping[StateKey, StatePlaces]
+    ) -> dict[StateKey, torch.Tensor]:
+        """The states that the code of a layer is given, in the dtypes that it computes with."""
+        return {
+            shape.key: places[shape.key].states(shape.dtype or self._hidden.dtype)
+            for shape in self._shapes[layer]
+        }
 
     def _states(self, layer: int) -> dict[StateKey, torch.Tensor]:
         """The parts of a layer's state in the cache."""

@@ -53,7 +53,7 @@ def computes_the_same(
         except OTHER_KIND as error:
             logger.debug("%s has no kernel of its own: %s", type(module).__name__, error)
             return False
-        states = LayerStates({key: place.states() for key, place in places.items()})
+        states = LayerStates({key: place.states(parts[key].dtype) for key, place in places.items()})
         given: dict[str, Any] = {argument: states}
         pairs = [(mixed, type(module).forward(module, rows, **given))]
         pairs += [(parts[key][2:], state) for key, state in states.states.items()]

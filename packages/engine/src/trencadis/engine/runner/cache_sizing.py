@@ -19,6 +19,7 @@ from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.adapter_layers import AdapterLayers
 from trencadis.engine.models.decoder_layers import one_layer_of_each_kind
 from trencadis.engine.models.layer_spec import LayerSpec, seen_tokens
+from trencadis.engine.models.layer_states import kept_states
 from trencadis.engine.models.quantized_cache import CACHE_DTYPES, with_scales
 from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.engine.runner.host_swap import num_host_blocks, num_staging_blocks
@@ -80,7 +81,11 @@ class CacheSizing:
     ) -> None:
         self._config = config
         self._device = device
-        self._states = {i: layer.states for i, layer in enumerate(layers) if layer.states}
+        self._states = {
+            i: kept_states(layer.states, config.mamba_ssm_cache_dtype)
+            for i, layer in enumerate(layers)
+            if layer.states
+        }
         self._state_dtype = dtype
         # Where none attends, blocks have a number for each token: so all of them are counted.
         attends = any(layer.kv_heads for layer in layers)

@@ -88,6 +88,7 @@ KVCacheDType = Literal[
     "fp8_per_token_head",
     "fp8_inc",
 ]
+StateDType = Literal["auto", "float32", "bfloat16"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
 Quantization = Literal["none", "int8", "int4", "fp8", "inc"]
@@ -391,6 +392,14 @@ class EngineConfig(CapacitySettings):
         help="type of the KV cache: auto, that of the weights; or 8 bits with a scale for each "
         "token and head: int8, or fp8, which is fp8_e4m3, or fp8_e5m2; names of vLLM: "
         "int8_per_token_head, fp8_per_token_head (fp8); on cpu; on hpu fp8 (fp8_inc)",
+    )
+    mamba_ssm_cache_dtype: StateDType = setting_field(
+        "auto",
+        one_of(get_args(StateDType)),
+        "--mamba-ssm-cache-dtype",
+        group=MEMORY,
+        help="type of the sums that layers with a state keep: auto, that in which they are "
+        "computed (Mamba 2: float32); bfloat16 takes half of their memory",
     )
     async_scheduling: bool | None = setting_field(
         None,

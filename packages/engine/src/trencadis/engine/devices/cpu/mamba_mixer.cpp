@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+#include <type_traits>
 #include <vector>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -40,17 +41,27 @@ static inline void write(float* to, SixteenFloats x, bool past_caches) {
 #endif
     std::memcpy(to, &x, sizeof x);
 }
+static inline void write(Half* to, SixteenFloats x, bool past_caches) {
+    const SixteenHalves halves = halves_of(x);
+#ifdef __AVX512F__
+    if (past_caches) {
+        _mm256_stream_si256((__m256i*)to, (__m256i)halves);
+        return;
+    }
+#endif
+    std::memcpy(to, &halves, sizeof halves);
+}
 
 // S = S kept + added b^T and sums += S c, for V vectors of a line of S and one token after the other.
-template <int V>
-static inline void pass(const float* from, float* to, const float* kept, const float* added,
+template <int V, class State>
+static inline void pass(const State* from, State* to, const float* kept, const float* added,
                         const float* b, const float* c, int64_t padded, int64_t tokens, float* sums,
                         bool past_caches) {
     SixteenFloats line[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) line[v] = load(from + v * W);
     for (int64_t t = 0; t < tokens; ++t) {
-        const SixteenFloats keep = of_all(kept[t]), add = of_all(added[t]);
+        const SixteenFloats keep = of_all(kept[t]), add = of_all(added[t * W]);
         const float *writes = b + t * padded, *reads = c + t * padded;
         SixteenFloats even = {}, odd = {};
 #pragma GCC unroll 8
@@ -58,25 +69,25 @@ static inline void pass(const float* from, float* to, const float* kept, const f
             line[v] = line[v] * keep + add * load(writes + v * W);
             (v % 2 ? odd : even) += line[v] * load(reads + v * W);
         }
-        sums[t] += sum_of(even + odd);
+        sums[t * W] += sum_of(even + odd);
     }
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) write(to + v * W, line[v], past_caches);
 }
 
-static inline void pass_line(const float* from, float* to, const float* kept, const float* added,
+template <class State>
+static inline void pass_line(const State* from, State* to, const float* kept, const float* added,
                              const float* b, const float* c, int64_t padded, int64_t tokens,
                              float* sums, bool past_caches) {
     int64_t n = 0;
     const auto next = [&](auto run, int64_t vectors) {
         for (; n + vectors * W <= padded; n += vectors * W)
-            run(from + n, to + n, kept, added, b + n, c + n, padded, tokens, sums,
-                past_caches);
+            run(from + n, to + n, kept, added, b + n, c + n, padded, tokens, sums, past_caches);
     };
-    next(pass<LINE>, LINE);
-    next(pass<4>, 4);
-    next(pass<2>, 2);
-    next(pass<1>, 1);
+    next(pass<LINE, State>, LINE);
+    next(pass<4, State>, 4);
+    next(pass<2, State>, 2);
+    next(pass<1, State>, 1);
 }
 
 template <class Number>
@@ -98,7 +109,8 @@ static inline float step_of(float dt, float low, float high) {
 struct Scan {
     const void *x, *dt, *b, *c;
     const float *a, *bias, *skip;  // of each head
-    float *out, *states;
+    float* out;
+    void* states;
     const int64_t *reads, *writes;
     int64_t x_row, x_token, dt_row, dt_token, b_row, b_token, c_row, c_token;
     int64_t rows, tokens, heads, width, groups, size, threads;
@@ -107,20 +119,23 @@ struct Scan {
 
 // For each token S = S exp(dt a) + (dt x) b^T, then out = S c + skip x, with dt = softplus(dt + bias) within
 // limits. x is [rows, tokens, heads, width], dt [rows, tokens, heads], b and c [rows, tokens, groups, size], with
-// strides of rows and tokens. States are [places, heads, width, size].
-template <class Number>
+// strides of rows and tokens. States are [places, heads, width, size]; those of bf16 are rounded after the last token.
+template <class Number, class State>
 static void scan(const Scan& s) {
-    const int64_t padded = (s.size + W - 1) / W * W, of_state = s.heads * s.width * s.size;
+    const int64_t padded = (s.size + W - 1) / W * W, of_head = s.width * s.size, of_state = s.heads * of_head;
     const bool is_whole = padded == s.size, past_caches = is_whole && s.tokens == 1 &&
-        s.rows * of_state * (int64_t)sizeof(float) > BEYOND_CACHE && (uintptr_t)s.states % 64 == 0;
+        s.rows * of_state * (int64_t)sizeof(State) > BEYOND_CACHE && (uintptr_t)s.states % 64 == 0;
+    // Between tokens that are computed together and the next ones states are fp32.
+    const bool is_held = !std::is_same_v<State, float> && s.tokens > 1;
 #pragma omp parallel for num_threads(s.threads) schedule(static) if (s.threads > 1)
     for (int64_t job = 0; job < s.rows * s.heads; ++job) {
         const int64_t row = job / s.heads, head = job % s.heads, group = head / (s.heads / s.groups);
-        alignas(64) float b[TOKENS * MOST], c[TOKENS * MOST], line[MOST];
-        float kept[TOKENS], steps[TOKENS], added[TOKENS], sums[TOKENS];
-        const int64_t within = head * s.width * s.size;
-        float* to = s.states + s.writes[row] * of_state + within;
-        const float* from = s.states + s.reads[row] * of_state + within;
+        alignas(64) float b[TOKENS * MOST], c[TOKENS * MOST], line[MOST], added[TOKENS * W], sums[TOKENS * W];
+        float steps[TOKENS], kept[TOKENS];
+        State* to = (State*)s.states + s.writes[row] * of_state + head * of_head;
+        const State* from = (State*)s.states + s.reads[row] * of_state + head * of_head;
+        std::vector<float> held(is_held ? of_head : 0);
+        if (is_held) widen(from, held.data(), of_head, of_head);
         for (int64_t first = 0; first < s.tokens; first += TOKENS) {
             const int64_t tokens = std::min(TOKENS, s.tokens - first);
             for (int64_t t = 0; t < tokens; ++t) {
@@ -136,26 +151,38 @@ static void scan(const Scan& s) {
             }
             const Number* x = (const Number*)s.x + row * s.x_row + first * s.x_token + head * s.width;
             float* out = s.out + ((row * s.tokens + first) * s.heads + head) * s.width;
-            for (int64_t p = 0; p < s.width; ++p) {
+            for (int64_t block = 0; block < s.width; block += W) {
+                const int64_t count = std::min(W, s.width - block);
                 for (int64_t t = 0; t < tokens; ++t) {
-                    added[t] = steps[t] * number(x[t * s.x_token + p]);
-                    sums[t] = 0.0f;
+                    widen(x + t * s.x_token + block, sums + t * W, count, W);
+                    const SixteenFloats values = load(sums + t * W), add = values * steps[t];
+                    std::memcpy(added + t * W, &add, sizeof add);
+                    const SixteenFloats skipped = values * s.skip[head];
+                    std::memcpy(sums + t * W, &skipped, sizeof skipped);
                 }
-                const float* old = from + p * s.size;
-                if (is_whole) {
-                    pass_line(old, to + p * s.size, kept, added, b, c, padded, tokens, sums,
-                              past_caches);
-                } else {
-                    widen(old, line, s.size, padded);
-                    pass_line(line, line, kept, added, b, c, padded, tokens, sums,
-                              false);
-                    std::memcpy(to + p * s.size, line, s.size * sizeof(float));
+                for (int64_t p = 0; p < count; ++p) {
+                    const auto pass_between = [&](const auto* old, auto* now) {
+                        if (is_whole) {
+                            pass_line(old, now, kept, added + p, b, c, padded, tokens, sums + p,
+                                      past_caches);
+                        } else {
+                            widen(old, line, s.size, padded);
+                            pass_line(line, line, kept, added + p, b, c, padded, tokens, sums + p, false);
+                            for (int64_t n = 0; n < s.size; ++n) store(now + n, line[n]);
+                        }
+                    };
+                    const int64_t n = (block + p) * s.size;
+                    if (is_held)
+                        pass_between(held.data() + n, held.data() + n);
+                    else
+                        pass_between(from + n, to + n);
                 }
                 for (int64_t t = 0; t < tokens; ++t)
-                    out[t * s.heads * s.width + p] = sums[t] + s.skip[head] * number(x[t * s.x_token + p]);
+                    std::memcpy(out + t * s.heads * s.width + block, sums + t * W, count * sizeof(float));
             }
             from = to;
         }
+        for (int64_t n = 0; n < (int64_t)held.size(); ++n) store(to + n, held[n]);
 #ifdef __AVX512F__
         if (past_caches) _mm_sfence();  // other threads read them in the next step
 #endif
@@ -197,18 +224,42 @@ struct Convolution {
     int64_t x_row, x_token, rows, tokens, channels, taps, known, threads;
 };
 
-// The last inputs of some channels: `inputs` [taps - 1][CHANNELS] from a state, and a new state after `tokens`
-// more, x. States are [channels, known].
+// Whether the state of each of CHANNELS channels is a word of four numbers.
+static inline bool is_word(const float*, int64_t, int64_t) { return false; }
+static inline bool is_word(const Half*, int64_t known, int64_t count) {
+    return known == 4 && count == CHANNELS;
+}
+
+// The inputs of some channels before the first token: `inputs` [taps - 1][CHANNELS]. States are [channels, known].
 template <class Number>
 static void read_state(const Convolution& s, const Number* old, int64_t count, float* inputs) {
-    for (int64_t k = 0; k < s.taps - 1; ++k)
-        for (int64_t c = 0; c < CHANNELS; ++c)
-            inputs[k * CHANNELS + c] =
-                c < count ? number(old[c * s.known + s.known - s.taps + 1 + k]) : 0.0f;
+    for (int64_t k = 0; k < s.taps - 1; ++k) {
+        const int64_t place = s.known - s.taps + 1 + k;
+        if (is_word(old, s.known, count)) {
+            uint64_t words[CHANNELS];
+            std::memcpy(words, old, sizeof words);
+            for (int64_t c = 0; c < CHANNELS; ++c) {
+                const uint32_t bits = (uint32_t)(words[c] >> 16 * place) << 16;
+                std::memcpy(inputs + k * CHANNELS + c, &bits, sizeof bits);
+            }
+        } else {
+            for (int64_t c = 0; c < CHANNELS; ++c)
+                inputs[k * CHANNELS + c] = c < count ? number(old[c * s.known + place]) : 0.0f;
+        }
+    }
 }
+
+// A new state of some channels, after all tokens of x.
 template <class Number>
 static void write_state(const Convolution& s, const Number* old, const Number* x, int64_t count,
                         Number* now) {
+    if (s.tokens == 1 && is_word(old, s.known, count)) {
+        uint64_t words[CHANNELS];
+        std::memcpy(words, old, sizeof words);
+        for (int64_t c = 0; c < CHANNELS; ++c) words[c] = words[c] >> 16 | (uint64_t)x[c] << 48;
+        std::memcpy(now, words, sizeof words);
+        return;
+    }
     for (int64_t k = 0; k < s.known; ++k) {
         const int64_t token = s.tokens - s.known + k;
         for (int64_t c = 0; c < count; ++c)
@@ -217,39 +268,47 @@ static void write_state(const Convolution& s, const Number* old, const Number* x
     }
 }
 
+// A job has some tokens and channels of a row. Those of the same tokens follow each other, since what they read lies
+// together.
 template <class Number>
 static void convolve_rows(const Convolution& s) {
     const int64_t blocks = (s.channels + CHANNELS - 1) / CHANNELS, before = s.taps - 1;
+    const int64_t parts = (s.tokens + TOKENS - 1) / TOKENS, of_block = (s.taps + 1) * CHANNELS;
+    std::vector<float> taps(blocks * of_block);
 #pragma omp parallel num_threads(s.threads) if (s.threads > 1)
     {
-        alignas(64) float taps[(TAPS + 1) * CHANNELS], inputs[2 * TAPS * CHANNELS], sums[CHANNELS];
-        int64_t block_of_taps = -1;
+        alignas(64) float inputs[(TAPS + TOKENS) * CHANNELS], sums[CHANNELS];
 #pragma omp for schedule(static)
-        for (int64_t job = 0; job < s.rows * blocks; ++job) {
-            const int64_t block = job / s.rows, row = job % s.rows, first = block * CHANNELS;
-            const int64_t count = std::min(CHANNELS, s.channels - first);
-            if (block != block_of_taps)
-                taps_of((const Number*)s.weight + first * s.taps,
-                        s.bias ? (const Number*)s.bias + first : nullptr, s.taps, count, taps);
-            block_of_taps = block;
-            const Number* x = (const Number*)s.x + row * s.x_row + first;
-            Number* states = (Number*)s.states + first * s.known;
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t first = block * CHANNELS, count = std::min(CHANNELS, s.channels - first);
+            taps_of((const Number*)s.weight + first * s.taps,
+                    s.bias ? (const Number*)s.bias + first : nullptr, s.taps, count,
+                    taps.data() + block * of_block);
+        }
+#pragma omp for schedule(static)
+        for (int64_t job = 0; job < s.rows * parts * blocks; ++job) {
+            const int64_t row = job / blocks / parts, token = job / blocks % parts * TOKENS;
+            const int64_t block = job % blocks, channel = block * CHANNELS;
+            const int64_t count = std::min(CHANNELS, s.channels - channel);
+            const int64_t tokens = std::min(TOKENS, s.tokens - token);
+            const Number* x = (const Number*)s.x + row * s.x_row + channel;
+            Number* states = (Number*)s.states + channel * s.known;
             const int64_t of_state = s.channels * s.known;
             const Number* old = states + s.reads[row] * of_state;
-            read_state(s, old, count, inputs);
-            write_state(s, old, x, count, states + s.writes[row] * of_state);
-            Number* out = (Number*)s.out + row * s.tokens * s.channels + first;
-            // A token's inputs and those before it are behind each other, and move when no room is left.
-            int64_t held = before;
-            for (int64_t t = 0; t < s.tokens; ++t, ++held) {
-                if (held == 2 * TAPS) {
-                    std::memmove(inputs, inputs + (held - before) * CHANNELS,
-                                 before * CHANNELS * sizeof(float));
-                    held = before;
-                }
-                widen(x + t * s.x_token, inputs + held * CHANNELS, count, CHANNELS);
-                convolve(inputs + (held - before) * CHANNELS, taps, s.taps, sums);
-                for (int64_t c = 0; c < count; ++c) store(out + t * s.channels + c, sums[c]);
+            if (token == 0) {
+                read_state(s, old, count, inputs);
+                write_state(s, old, x, count, states + s.writes[row] * of_state);
+            }
+            const int64_t known = token == 0 ? before : 0;  // TOKENS are at least as many as the taps
+            for (int64_t t = known; t < before + tokens; ++t)
+                widen(x + (token + t - before) * s.x_token, inputs + t * CHANNELS, count, CHANNELS);
+            Number* out = (Number*)s.out + (row * s.tokens + token) * s.channels + channel;
+            for (int64_t t = 0; t < tokens; ++t, out += s.channels) {
+                convolve(inputs + t * CHANNELS, taps.data() + block * of_block, s.taps, sums);
+                if (count == CHANNELS)
+                    for (int64_t c = 0; c < CHANNELS; c += W) write(out + c, load(sums + c), false);
+                else
+                    for (int64_t c = 0; c < count; ++c) store(out + c, sums[c]);
             }
         }
     }
@@ -257,8 +316,8 @@ static void convolve_rows(const Convolution& s) {
 
 struct Mixer {
     const void *projected, *weight, *conv_bias, *decay, *step_bias, *skip, *norm;  // conv_bias and norm may be null
-    void *conv_states, *convolved, *out;
-    float *states, *scanned;
+    void *conv_states, *convolved, *out, *states;
+    float* scanned;
     const int64_t *reads, *writes;
     int64_t row, token, rows, tokens, heads, width, groups, size, taps, known, of_norm, threads;
     float low, high, epsilon;
@@ -292,7 +351,7 @@ static void normalise(const Mixer& m) {
     }
 }
 
-template <class Number>
+template <class Number, class State>
 static void mix(const Mixer& m) {
     const int64_t inner = m.heads * m.width, between = m.groups * m.size;
     const int64_t channels = inner + 2 * between;
@@ -307,7 +366,7 @@ static void mix(const Mixer& m) {
                            m.reads, m.writes, m.row, m.token, m.rows, m.tokens, channels, m.taps,
                            m.known, m.threads});
     const int64_t of_row = m.tokens * channels;
-    scan<Number>({convolved, projected + inner + channels, convolved + inner,
+    scan<Number, State>({convolved, projected + inner + channels, convolved + inner,
                          convolved + inner + between, of_heads.data(), of_heads.data() + m.heads,
                          of_heads.data() + 2 * m.heads, m.scanned, m.states, m.reads, m.writes,
                          of_row, channels, m.row, m.token, of_row, channels, of_row, channels,
@@ -320,18 +379,18 @@ static void mix(const Mixer& m) {
 
 // All between the two projections of a layer: the convolution, the scan, and the norm with a gate. projected
 // [rows, tokens, ...] has strides, and of each token the gate, what is convolved, and dt. convolved and scanned
-// are memory for results in between. All bf16 or fp32 but states and scanned, which are fp32. Returns 0, or 1 for
+// are memory for results in between. All bf16 or fp32, states of their own dtype, but scanned, which is fp32. Returns 0, or 1 for
 // sizes that it does not take.
 //
 // Arguments are integers and addresses alone, so that calls can be made again from a list; the last three have
 // the bits of an fp32 number.
 extern "C" int mix_rows(const void* projected, const void* weight, const void* conv_bias, const void* decay,
                         const void* step_bias, const void* skip, const void* norm, void* convolved,
-                        float* scanned, void* out, void* conv_states, float* states,
+                        float* scanned, void* out, void* conv_states, void* states,
                         const int64_t* reads, const int64_t* writes, int64_t row, int64_t token,
                         int64_t rows, int64_t tokens, int64_t heads, int64_t width, int64_t groups,
                         int64_t size, int64_t taps, int64_t known, int64_t of_norm, int64_t threads,
-                        int64_t is_bf16, int64_t low, int64_t high, int64_t epsilon) {
+                        int64_t is_bf16, int64_t of_bf16_states, int64_t low, int64_t high, int64_t epsilon) {
     const Mixer m = {projected, weight, conv_bias, decay, step_bias, skip, norm, conv_states,
                      convolved, out, states, scanned, reads, writes, row, token, rows, tokens, heads,
                      width, groups, size, taps, known, of_norm, threads, of_bits(low),
@@ -339,6 +398,9 @@ extern "C" int mix_rows(const void* projected, const void* weight, const void* c
     if (size > MOST || heads % groups || taps > TAPS || taps < 1 || known < taps - 1 || of_norm < 1 ||
         heads * width % of_norm)
         return 1;
-    is_bf16 ? mix<Half>(m) : mix<float>(m);
+    if (of_bf16_states)
+        is_bf16 ? mix<Half, Half>(m) : mix<float, Half>(m);
+    else
+        is_bf16 ? mix<Half, float>(m) : mix<float, float>(m);
     return 0;
 }

@@ -31,7 +31,7 @@ _NO_LIMITS = float("-inf"), float("inf")
 _ADDRESSES = 14
 """Arguments of the kernel that are addresses; the last four are those of the states of a step."""
 
-_OTHERS = 16
+_OTHERS = 17
 
 
 class MambaMixer:
@@ -78,7 +78,7 @@ class MambaMixer:
         )
         dtype, states = projected.dtype, sums.part
         others = {each.dtype for each in (*of_layer, conv.part) if each is not None} - {dtype}
-        if others or states.dtype is not torch.float32 or dtype not in _DTYPES:
+        if others or states.dtype not in _DTYPES or dtype not in _DTYPES:
             raise ValueError(f"the kernel takes no {dtype} with {others} and {states.dtype}")
         shapes = (projected.shape[2], *weight.shape[:2], *conv.part.shape[1:2], *states.shape[1:])
         expected = (inner + channels + heads, channels, 1, channels, heads, width, size)
@@ -86,7 +86,7 @@ class MambaMixer:
             raise ValueError(f"the kernel takes no {type(module).__name__} of {shapes}")
         made = (
             projected.new_empty(rows, tokens, channels),
-            states.new_empty(rows, tokens, inner),
+            states.new_empty(rows, tokens, inner, dtype=torch.float32),
             projected.new_empty(rows, tokens, inner),
         )
         given = (projected, *of_layer, *made, conv.part, states, sums.reads, sums.writes)
@@ -99,7 +99,8 @@ class MambaMixer:
             *(data_address(each) for each in given),
             *(*projected.stride()[:2], rows, tokens, heads, width, groups, size),
             *(weight.shape[2], conv.part.shape[2], _of_norm(norm, inner), torch.get_num_threads()),
-            *(dtype is torch.bfloat16, *map(float_bits, (*limits, epsilon))),
+            *(each is torch.bfloat16 for each in (dtype, states.dtype)),
+            *map(float_bits, (*limits, epsilon)),
         )
         if self._mix(*arguments):
             raise ValueError(f"the kernel takes no {type(module).__name__} of {shapes}")

@@ -44,6 +44,16 @@ static inline void store(Half* to, float x) {
     // To nearest, ties to even.
     *to = (Half)(std::isnan(x) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+// To nearest, ties to even.
+static inline SixteenHalves halves_of(SixteenFloats x) {
+#ifdef __AVX512BF16__
+    return (SixteenHalves)_mm512_cvtneps_pbh((__m512)x);
+#else
+    const SixteenWords bits = (SixteenWords)x;
+    const SixteenWords rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return __builtin_convertvector((x == x) ? rounded : SixteenWords{} + 0x7fc0, SixteenHalves);
+#endif
+}
 
 static inline float sum_of(SixteenFloats x) {
 #ifdef __AVX512F__
