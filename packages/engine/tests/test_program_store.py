@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from trencadis.engine.devices import program_store
-from trencadis.engine.devices.inductor import InductorPrograms
+from trencadis.engine.devices.inductor import InductorPrograms, _settings
 from trencadis.engine.devices.program_store import ProgramStore
 from trencadis.engine.models.decoder_layers import depends_on_symbols
 
@@ -396,6 +396,40 @@ def test_a_program_of_which_the_compiler_takes_a_size_for_granted_is_told_and_no
     assert depends_on_symbols([tokens, weight])
     assert programs.compiled == 1
     assert not programs.is_kept(module, [tokens, weight])
+
+
+def normed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "starts_threads"), [(1, False), (29, True)])
+def test_the_numbers_of_one_token_start_no_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, starts_threads: bool
+) -> None:
+    """To start them takes longer: a tenth of a decode step of a small model."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # as it was, after `keep` has set it
+    programs = InductorPrograms()
+    programs.keep(tmp_path, trusted=False)
+    inputs = [torch.randn(1, tokens, 576), torch.randn(576)]
+    program = programs.compile(make_fx(normed, tracing_mode="fake")(*inputs), inputs)
+    torch.testing.assert_close(program(*inputs), normed(*inputs))
+    code = [path.read_text() for path in tmp_path.rglob("*.main.cpp")]
+    assert any("omp parallel" in each for each in code) is starts_threads
+    assert code
+
+
+def test_threads_are_started_where_a_tensor_is_large_or_its_size_is_not_known() -> None:
+    few, many = torch.zeros(2, 8192), torch.zeros(2, 8193)
+    for number, (given, is_alone) in enumerate(((few, True), (many, False))):
+        module = make_fx(lambda x: (x + 1).sum(), tracing_mode="fake")(given)
+        assert (_settings(module).get("cpp.threads") == 1) is is_alone, number
+    module = make_fx(lambda x: x + 1, tracing_mode="fake")(few)
+    for node in module.graph.nodes:
+        node.meta.clear()
+    assert "cpp.threads" not in _settings(module)
+    module = make_fx(lambda x: x + 1, tracing_mode="symbolic")(few)
+    assert "cpp.threads" not in _settings(module)
 
 
 def test_precompiled_headers_are_there_while_they_are_needed(

@@ -39,6 +39,10 @@ _SETTINGS = {
 }
 
 
+_MOST_ALONE = 1 << 14
+"""Numbers of a tensor up to which one thread is faster than several that have to be started."""
+
+
 class InductorPrograms:
     """Compiles traced modules. ``compiled`` counts those that were not in the cache.
 
@@ -103,7 +107,7 @@ class InductorPrograms:
         if has_symbols := _has_symbols(inputs):
             _share_symbols(module)
         precompiles = _has_header_functions()
-        settings = {**_SETTINGS, "cpp_cache_precompile_headers": precompiles}
+        settings = {**_settings(module), "cpp_cache_precompile_headers": precompiles}
         found = counters["inductor"]["fxgraph_cache_hit"]
         try:
             with _precompiled_headers(headers) if precompiles else nullcontext():
@@ -223,8 +227,26 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {next(telling, lines[0] if lines else '')}"
 
 
+def _settings(module: fx.GraphModule) -> dict[str, Any]:
+    """Those of a program. With ``cpp.dynamic_threads`` each loop would start threads, be it for the
+    numbers of one token (``decide_parallel_depth`` in ``torch/_inductor/codegen/cpp.py``)."""
+    operations = [
+        node
+        for node in module.graph.nodes
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "aten"
+    ]
+    tensors = [x.meta.get("val") for node in operations for x in (node, *node.all_input_nodes)]
+    if all(isinstance(x, torch.Tensor) and _is_few(x.numel()) for x in tensors):
+        return {**_SETTINGS, "cpp.dynamic_threads": False, "cpp.threads": 1}
+    return _SETTINGS
+
+
+def _is_few(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size <= _MOST_ALONE
+
+
 def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
     """Identifies the traced layer, its shapes, the processor, PyTorch's version and settings."""
     shapes = (f"{tuple(x.shape)} {x.dtype} {x.device}" for x in inputs)
-    settings = str(sorted(_SETTINGS.items()))
+    settings = str(sorted(_settings(module).items()))
     return "\n".join((torch.__version__, processor(), settings, module.code, *shapes))
