@@ -421,8 +421,8 @@ def test_the_numbers_of_one_token_start_no_threads(
 
 def test_threads_are_started_where_a_tensor_is_large_or_its_size_is_not_known() -> None:
     few, many = torch.zeros(2, 8192), torch.zeros(2, 8193)
-    for number, (given, is_alone) in enumerate(((few, True), (many, False))):
-        module = make_fx(lambda x: (x + 1).sum(), tracing_mode="fake")(given)
+    for number, (tensor, is_alone) in enumerate(((few, True), (many, False))):
+        module = make_fx(lambda x: (x + 1).sum(), tracing_mode="fake")(tensor)
         assert (_settings(module).get("cpp.threads") == 1) is is_alone, number
     module = make_fx(lambda x: x + 1, tracing_mode="fake")(few)
     for node in module.graph.nodes:
