@@ -91,7 +91,7 @@ def test_gaudis_may_compile_in_live_traffic_for_longer_than_a_step_takes(
     monkeypatch.setenv("GAUDI_STANDIN_COMPILE_SECONDS", "0.4")
     reasons: list[str] = []
     with stand_in_for_cores("lazy"):
-        core = start(tiny_model, device="hpu", hang_timeout=3.0, hang_restart_timeout=3.0)
+        core = start(tiny_model, device="hpu", hang_timeout=4.0, hang_restart_timeout=4.0)
         core.on_busy = lambda reason, limit_s: reasons.append(f"{reason}, {limit_s:.0f} s")
         began = time.monotonic()
         assert_equal(
@@ -99,6 +99,7 @@ def test_gaudis_may_compile_in_live_traffic_for_longer_than_a_step_takes(
         )
         assert time.monotonic() - began > 4.0, "or this test cannot fail"
     assert reasons[0].startswith("the engine core compiles PromptShape(batch=1, query=32, ")
+    assert reasons.count(reasons[0]) > 2, "by each rank for a pass, and then for its graph"
     assert reasons[0].endswith(f", {BUSY_SECONDS:.0f} s")
 
 

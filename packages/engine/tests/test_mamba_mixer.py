@@ -223,6 +223,20 @@ def test_sizes_beyond_the_memory_of_a_job_are_rejected(
 
 
 @torch.inference_mode()
+def test_a_kernel_that_finds_no_memory_is_an_error(
+    mixer: MambaMixer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception of C++ would end the process."""
+    sizes = {"rows": 1, "tokens": 1, "heads": 1 << 50, "width": 12, "groups": 1, "size": 16}
+    others = {"taps": 4, "known": 4, "of_norm": 12, "threads": 1}
+    status = mixer._mix(*[None] * 14, 0, 0, *sizes.values(), *others.values(), 0, 0, 0, 0, 0)
+    assert status == 2
+    monkeypatch.setattr(mixer, "_mix", lambda *_: status)
+    with pytest.raises(MemoryError, match="a kernel of the CPU found no memory"):
+        computed(mixer, made("Bamba", 16, 4), torch.zeros(1, 2, HIDDEN), [2])
+
+
+@torch.inference_mode()
 def test_a_module_of_another_kind_keeps_its_own_code(mixer: MambaMixer) -> None:
     shapes = tuple(
         StateShape(key, tuple(part.shape[1:]), part.dtype)
@@ -253,3 +267,9 @@ def test_a_module_of_another_kind_keeps_its_own_code(mixer: MambaMixer) -> None:
         return mixer(other, *states)
 
     assert not computes_the_same(of_other, *given)
+
+    def wrong_for_bf16(module: Any, rows: torch.Tensor, *states: StatePlaces) -> torch.Tensor:
+        out = mixer(module, rows, *states)
+        return -out if states[1].part.dtype is torch.bfloat16 else out
+
+    assert not computes_the_same(wrong_for_bf16, *given)

@@ -175,6 +175,7 @@ class _Examination:
             chat_template=self._config.chat_template,
             device="cpu",
             dtype=served["dtype"],
+            mamba_ssm_cache_dtype=self._config.mamba_ssm_cache_dtype,
             max_model_len=served["max_model_len"],
             max_num_seqs=8,
             enable_prefix_caching=False,

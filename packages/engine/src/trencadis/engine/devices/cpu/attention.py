@@ -293,7 +293,7 @@ def _numbers_of(chunk: RaggedChunk) -> tuple[int, int, int, int]:
 def no_memory() -> MemoryError:
     """The error of a kernel that found no memory: its status is not 0. It has changed nothing."""
     return MemoryError(
-        "the attention kernel found no memory: lower --max-num-seqs or --kv-cache-memory"
+        "a kernel of the CPU found no memory: lower --max-num-seqs or --kv-cache-memory"
     )
 
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <omp.h>
 #include <type_traits>
 #include <vector>
@@ -126,7 +127,8 @@ static void scan(const Scan& s) {
     const bool is_whole = padded == s.size, past_caches = is_whole && s.tokens == 1 &&
         s.rows * of_state * (int64_t)sizeof(State) > BEYOND_CACHE && (uintptr_t)s.states % 64 == 0;
     // Between tokens that are computed together and the next ones states are fp32.
-    const bool is_held = !std::is_same_v<State, float> && s.tokens > 1;
+    const bool is_held = !std::is_same_v<State, float> && s.tokens > TOKENS;
+    std::vector<float> all_held(is_held ? s.threads * of_head : 0);
 #pragma omp parallel for num_threads(s.threads) schedule(static) if (s.threads > 1)
     for (int64_t job = 0; job < s.rows * s.heads; ++job) {
         const int64_t row = job / s.heads, head = job % s.heads, group = head / (s.heads / s.groups);
@@ -134,8 +136,8 @@ static void scan(const Scan& s) {
         float steps[TOKENS], kept[TOKENS];
         State* to = (State*)s.states + s.writes[row] * of_state + head * of_head;
         const State* from = (State*)s.states + s.reads[row] * of_state + head * of_head;
-        std::vector<float> held(is_held ? of_head : 0);
-        if (is_held) widen(from, held.data(), of_head, of_head);
+        float* held = all_held.data() + (is_held ? omp_get_thread_num() * of_head : 0);
+        if (is_held) widen(from, held, of_head, of_head);
         for (int64_t first = 0; first < s.tokens; first += TOKENS) {
             const int64_t tokens = std::min(TOKENS, s.tokens - first);
             for (int64_t t = 0; t < tokens; ++t) {
@@ -173,7 +175,7 @@ static void scan(const Scan& s) {
                     };
                     const int64_t n = (block + p) * s.size;
                     if (is_held)
-                        pass_between(held.data() + n, held.data() + n);
+                        pass_between(held + n, held + n);
                     else
                         pass_between(from + n, to + n);
                 }
@@ -182,7 +184,8 @@ static void scan(const Scan& s) {
             }
             from = to;
         }
-        for (int64_t n = 0; n < (int64_t)held.size(); ++n) store(to + n, held[n]);
+        if (is_held)
+            for (int64_t n = 0; n < of_head; ++n) store(to + n, held[n]);
 #ifdef __AVX512F__
         if (past_caches) _mm_sfence();  // other threads read them in the next step
 #endif
@@ -379,8 +382,8 @@ static void mix(const Mixer& m) {
 
 // All between the two projections of a layer: the convolution, the scan, and the norm with a gate. projected
 // [rows, tokens, ...] has strides, and of each token the gate, what is convolved, and dt. convolved and scanned
-// are memory for results in between. All bf16 or fp32, states of their own dtype, but scanned, which is fp32. Returns 0, or 1 for
-// sizes that it does not take.
+// are memory for results in between. All are bf16 or fp32: scanned is fp32, and `states` have a dtype of their own.
+// Returns 0, or 1 for sizes that it does not take, or 2 without memory.
 //
 // Arguments are integers and addresses alone, so that calls can be made again from a list; the last three have
 // the bits of an fp32 number.
@@ -390,7 +393,8 @@ extern "C" int mix_rows(const void* projected, const void* weight, const void* c
                         const int64_t* reads, const int64_t* writes, int64_t row, int64_t token,
                         int64_t rows, int64_t tokens, int64_t heads, int64_t width, int64_t groups,
                         int64_t size, int64_t taps, int64_t known, int64_t of_norm, int64_t threads,
-                        int64_t is_bf16, int64_t of_bf16_states, int64_t low, int64_t high, int64_t epsilon) {
+                        int64_t is_bf16, int64_t of_bf16_states, int64_t low, int64_t high,
+                        int64_t epsilon) try {
     const Mixer m = {projected, weight, conv_bias, decay, step_bias, skip, norm, conv_states,
                      convolved, out, states, scanned, reads, writes, row, token, rows, tokens, heads,
                      width, groups, size, taps, known, of_norm, threads, of_bits(low),
@@ -403,4 +407,6 @@ extern "C" int mix_rows(const void* projected, const void* weight, const void* c
     else
         is_bf16 ? mix<Half, float>(m) : mix<float, float>(m);
     return 0;
+} catch (const std::exception&) {
+    return 2;
 }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trencadis.engine.devices.cpu.attention import no_memory
 from trencadis.engine.devices.cpu.native_calls import (
     address_of,
     data_address,
@@ -32,6 +33,9 @@ _ADDRESSES = 14
 """Arguments of the kernel that are addresses; the last four are those of the states of a step."""
 
 _OTHERS = 17
+
+_NO_MEMORY = 2
+"""What the kernel returns then."""
 
 
 class MambaMixer:
@@ -102,7 +106,9 @@ class MambaMixer:
             *(each is torch.bfloat16 for each in (dtype, states.dtype)),
             *map(float_bits, (*limits, epsilon)),
         )
-        if self._mix(*arguments):
+        if status := self._mix(*arguments):
+            if status == _NO_MEMORY:
+                raise no_memory()
             raise ValueError(f"the kernel takes no {type(module).__name__} of {shapes}")
         changing = range(_ADDRESSES - 4, _ADDRESSES)
         note(self._address, arguments, made, has_status=True, changing=changing)
