@@ -399,7 +399,8 @@ class EngineConfig(CapacitySettings):
         "--mamba-ssm-cache-dtype",
         group=MEMORY,
         help="type of the sums that layers with a state keep: auto, that in which they are "
-        "computed (Mamba 2: float32); bfloat16 takes half of their memory, and rounds after each chunk",
+        "computed (Mamba 2: float32); bfloat16 takes half of their memory, and rounds after each "
+        "chunk",
     )
     async_scheduling: bool | None = setting_field(
         None,
