@@ -23,7 +23,13 @@ from trencadis.engine.devices.cpu.native_calls import (
     is_recording,
     note,
 )
-from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
+from trencadis.engine.devices.cpu.native_kernel import (
+    WAYS,
+    NoKernel,
+    fastest,
+    load_kernel,
+    no_memory,
+)
 from trencadis.engine.models.block_attention import BlockAttention, attend_in_parts
 from trencadis.engine.models.layer_spec import LIMITS, LayerSpec, feature_beyond
 from trencadis.engine.models.paged_context import (
@@ -288,13 +294,6 @@ def _numbers_of(chunk: RaggedChunk) -> tuple[int, int, int, int]:
         return chunk.start, chunk.end, 0, 0
     context = chunk.mask.shape[1] - (chunk.end - chunk.start)
     return chunk.start, chunk.end, context, chunk.context_blocks.data_ptr()
-
-
-def no_memory() -> MemoryError:
-    """The error of a kernel that found no memory: its status is not 0. It has changed nothing."""
-    return MemoryError(
-        "a kernel of the CPU found no memory: lower --max-num-seqs or --kv-cache-memory"
-    )
 
 
 def attention_kernel_of(

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trencadis.engine.devices.cpu.attention import no_memory
 from trencadis.engine.devices.cpu.native_calls import (
     address_of,
     data_address,
     float_bits,
     note,
 )
-from trencadis.engine.devices.cpu.native_kernel import load_kernel
+from trencadis.engine.devices.cpu.native_kernel import load_kernel, no_memory
 from trencadis.engine.models.layer_states import StatePlaces
 
 _SOURCE = Path(__file__).with_name("mamba_mixer.cpp")

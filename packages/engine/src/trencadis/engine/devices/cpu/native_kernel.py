@@ -202,3 +202,10 @@ def _find_compiler() -> str:
     raise NoKernel(
         f"there is no C++ compiler {named!r} (CXX)" if named else "there is no C++ compiler"
     )
+
+
+def no_memory() -> MemoryError:
+    """The error of a kernel that found no memory: its status is not 0. It has changed nothing."""
+    return MemoryError(
+        "a kernel of the CPU found no memory: lower --max-num-seqs or --kv-cache-memory"
+    )

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trencadis.engine.devices.cpu.attention import OF_CACHE, changing_arguments, no_memory
+from trencadis.engine.devices.cpu.attention import OF_CACHE, changing_arguments
 from trencadis.engine.devices.cpu.native_calls import (
     Address,
     CallList,
@@ -34,6 +34,7 @@ from trencadis.engine.devices.cpu.native_calls import (
     note,
     recorded,
 )
+from trencadis.engine.devices.cpu.native_kernel import no_memory
 from trencadis.engine.devices.inductor import generated_code
 from trencadis.engine.models.decoder_layers import layer_inputs
 from trencadis.engine.models.layer_spec import LayerSpec
