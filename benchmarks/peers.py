@@ -11,7 +11,10 @@ from pathlib import Path
 
 ENVIRONMENTS = Path(__file__).parents[1] / ".nox"
 
-OURS = ("eager", "compile", "int8", "int4")
+OURS_OF_GGUF = {"compile-q8": "Q8_0", "compile-q4": "Q4_0"}
+"""This engine with the files that the others are given."""
+
+OURS = ("eager", "compile", "int8", "int4", *OURS_OF_GGUF)
 VLLM = ("vllm", "vllm-all-cores")
 """By default vLLM computes on all cores but one, which its scheduler keeps: of two cores on one."""
 
@@ -19,7 +22,7 @@ LLAMA = {"llama": "BF16", "llama-q8": "Q8_0", "llama-q4": "Q4_0"}
 OPENVINO = {"openvino-q8": "Q8_0", "openvino-q4": "Q4_0"}
 """The types of the matrices in GGUF, by name of llama.cpp and of OpenVINO."""
 
-OF_GGUF = LLAMA | OPENVINO
+OF_GGUF = LLAMA | OPENVINO | OURS_OF_GGUF
 
 
 def python_of(engine: str) -> str | None:

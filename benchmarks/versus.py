@@ -12,7 +12,8 @@ ratio to vLLM (to transformers, if vLLM is not measured); ``--plot FILE.png`` dr
 vLLM is measured twice: as it starts by default, where it keeps one core free of computation for its
 scheduler, and with threads on all cores (``vllm-all-cores``). Ratios are to the one that is faster
 with a load. Weights of 8 and 4 bits have peers in
-``llama-q8``, whose activations are int8, too, ``openvino-q8``, and those of q4.
+``llama-q8``, whose activations are int8, too, ``openvino-q8``, and those of q4; ``compile-q8`` and
+``compile-q4`` are this engine with the same GGUF file.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rich.table import Table
 
 from trencadis.engine import default_model
 
-ENGINES = (*OURS, "transformers", *VLLM, *OF_GGUF)
+ENGINES = tuple(dict.fromkeys((*OURS, "transformers", *VLLM, *OF_GGUF)))
 SETTLE_SECONDS = 2.0
 """Pause after vLLM: its processes look for work in a loop for a second after the last."""
 

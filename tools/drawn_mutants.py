@@ -50,6 +50,9 @@ COMPUTED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*"}
 QUIET = re.compile(r"\b(logger|logging|warnings)\.|_log_|__repr__|__str__")
 """Calls whose absence no caller is promised to see."""
 
+GUARDS = {"strict", "frozen", "slots", "kw_only", "eq", "order", "hash", "repr", "daemon"}
+"""Arguments against mistakes of who changes the code, or of how a value is shown: not changed."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -120,6 +123,10 @@ class Places(ast.NodeVisitor):
             self._change(node, str(not node.value))
         elif isinstance(node.value, int):
             self._change(node, str(node.value + 1))
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg not in GUARDS:
+            self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if isinstance(node.value, ast.Call) and not QUIET.search(self._text(node)):
