@@ -169,6 +169,30 @@ def test_many_long_lines_are_refused_before_they_fill_the_memory(
         read_bucket_file(written(tmp_path, lines))
 
 
+def test_as_many_buckets_as_a_file_may_have_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_file, "MAX_SHAPES", 1000)
+    for lines in ("(1, range(2, 1002), 0)\n", "(1, range(2, 502), 0)\n(500, 1, range(1, 501))\n"):
+        listed = read_bucket_file(written(tmp_path, lines))
+        assert len(listed.prompt) + len(listed.decode) == 1000
+    for line in ("(1, range(2, 1003), 0)", "([1, 2], range(2, 503), 0)"):
+        with pytest.raises(BucketingError, match=r"line 1: .* more than 1000"):
+            read_bucket_file(written(tmp_path, line))
+    with pytest.raises(BucketingError, match=r"line 2: .* more than 1000 buckets in all"):
+        read_bucket_file(written(tmp_path, lines.replace("501))", "502))")))
+
+
+def test_the_smallest_and_the_largest_sizes_are_read(tmp_path: Path) -> None:
+    largest = 1 << 40
+    path = written(tmp_path, f"(1, 2, 0)\n(1, {largest}, {largest})\n({largest}, 1, 1)\n")
+    assert read_bucket_file(path) == ListedBuckets(
+        ((1, 2, 0), (1, largest, largest)), ((largest, 1),)
+    )
+    with pytest.raises(BucketingError, match=f"line 1: .* has a size above {largest}: lower it"):
+        read_bucket_file(written(tmp_path, f"(1, {largest + 1}, 0)"))
+
+
 def test_a_path_that_names_no_file_is_refused() -> None:
     for path in (None, 3, "a\0b"):
         with pytest.raises(BucketingError, match="path"):

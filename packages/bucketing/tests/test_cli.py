@@ -201,6 +201,57 @@ def test_help_shows_the_default_of_every_option(command: str) -> None:
                 )
 
 
+@pytest.mark.parametrize("arguments", [[], ["plot", "t.csv"], ["fit"]])
+def test_what_a_command_needs_is_asked_for(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "the following arguments are required: " in capsys.readouterr().err
+
+
+def test_show_has_the_cache_and_the_tokens_that_are_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    limits = ["--strategy", "lin", "--max-num-seqs", "4", "--max-model-len", "512"]
+    for given, blocks, query in (
+        ([], 16, 512),
+        (["--num-blocks", "7", "--max-num-batched-tokens", "256"], 7, 256),
+    ):
+        assert main(["show", *limits, *given]) == 0
+        prompt, _, decode, _ = capsys.readouterr().out.splitlines()
+        assert decode.endswith(f"blocks:[1, 128, {blocks}]")
+        assert f"query:[128, 128, {query}]" in prompt
+
+
+def test_shapes_that_never_came_are_not_fitted_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "traffic.json")
+    recorder = TrafficRecorder(("batch", "query"))
+    recorder.record((0, 0), 0)
+    recorder.save(path)
+    assert main(["fit", path]) == 2
+    assert "has no batches, or batches of 0: record batch and length" in capsys.readouterr().err
+    recorder.record((1, 100), 3)
+    recorder.save(path)
+    assert main(["fit", path]) == 0
+    recorder.record((1, 0), 1)
+    recorder.save(path)
+    assert main(["fit", path]) == 2
+
+
+def test_the_smallest_options_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("length\n1\n1\n")
+    sizes = ("--step", "--limit", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")
+    for option in (*(f"{name}=1" for name in sizes), "--tail=1000000", "--context-blocks=0"):
+        assert main(["fit", str(path), option]) == 0
+    with pytest.raises(SystemExit):
+        main(["fit", str(path), "--tail=1000001"])
+
+
 @pytest.mark.parametrize("option", ["--phase", "--axes", "--strategy"])
 def test_a_word_that_is_no_choice_is_refused(
     option: str, capsys: pytest.CaptureFixture[str]

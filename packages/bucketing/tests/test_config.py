@@ -187,6 +187,17 @@ def test_an_environment_that_is_none_is_refused() -> None:
         BucketingConfig.from_env({"VLLM_CONTIGUOUS_PA": True})  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize("name", [field.name for field in attrs.fields(AxisConfig)])
+def test_both_ends_of_a_setting_are_accepted_and_no_more(name: str) -> None:
+    low = 1 if name in ("step", "limit") else 0
+    high = 50 if name == "pad_percent" else 1 << 40
+    for end, above in ((low, low - 1), (high, high + 1)):
+        assert getattr(AxisConfig(**{name: end}), name) == end
+        with pytest.raises(BucketingError, match=f"{name} must be .* from {low} to {high}, got"):
+            AxisConfig(**{name: above})
+    assert AxisConfig(min=8, max=8).min == 8
+
+
 @pytest.mark.parametrize("value", [10**13, 10**5000], ids=["large", "too long to print"])
 def test_a_setting_beyond_sense_is_refused(value: int) -> None:
     with pytest.raises(

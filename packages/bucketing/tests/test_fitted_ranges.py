@@ -197,6 +197,23 @@ def test_bad_lengths_or_weights_are_an_error(
         fitted_range(lengths, **arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_above_the_largest_size_is_named_as_such(sign: int) -> None:
+    for large in (sign * ((1 << 40) + 1), sign * 1e300):
+        with pytest.raises(BucketingError, match="lengths to fit are above 1099511627776: remove"):
+            fitted_range([1, large], 1, 1 << 40, 2)
+
+
+def test_the_ends_of_the_settings_of_a_fit_are_accepted() -> None:
+    largest = 1 << 40
+    assert fitted_range([0, 0], 1, 0, 1) == (0,)
+    assert fitted_range([largest], largest, largest, 1) == (largest,)
+    assert fitted_range([1, 4], 1, 4, 2, tail=1_000_000) == (1, 4)
+    assert fitted_axes([[0, largest]], (1, largest), (0, largest), 1) == ((0,), (largest,))
+    with pytest.raises(BucketingError, match=r"fit tail must be .* to 1000000, got 1000001"):
+        fitted_range([1, 4], 1, 4, 2, tail=1_000_001)
+
+
 def test_batches_must_be_rows_of_two() -> None:
     with pytest.raises(BucketingError, match="not rows of two sizes"):
         fitted_axes([[1, 2, 3]], (1, 1), (4, 4), 4)

@@ -24,6 +24,7 @@ from trencadis.bucketing import (
     fallback_size,
     linear_range,
 )
+from trencadis.bucketing.grid import lookup_table
 from trencadis.bucketing.grid.lookup_table import MAX_TABULATED
 from trencadis.bucketing.testing import grids, shapes
 
@@ -309,6 +310,29 @@ def test_a_bucket_is_a_value() -> None:
         bucket["query"]
     with pytest.raises(BucketingError, match="give one size per axis"):
         Bucket(("batch",), (1, 2))
+
+
+def test_a_size_of_0_costs_as_much_as_one_of_1_and_the_smaller_bucket_is_found() -> None:
+    grid = BucketGrid({"query": (128,), "context": (0, 1, 4)})
+    assert [grid.find((9, n)) for n in (0, 1, 2)] == [
+        Bucket(grid.axes, (128, context)) for context in (0, 1, 4)
+    ]
+    assert grid.padding((64, 0)) == grid.padding((64, 1)) == 1.0
+
+
+def test_a_long_axis_finds_its_last_size() -> None:
+    grid = BucketGrid({"n": range((1 << 16) + 1)})  # positions that need four bytes
+    assert grid.find((1 << 16,)) == Bucket(("n",), (1 << 16,))
+    assert grid.find(((1 << 16) + 1,)) is None
+
+
+def test_a_grid_may_have_as_many_cells_as_are_tabulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_table, "MAX_CELLS", 6)
+    assert len(BucketGrid({"batch": (1, 2), "seq": (1, 2, 3)})) == 6
+    with pytest.raises(BucketingError, match="2 batch × 4 seq sizes has 8 cells, more than the 6"):
+        BucketGrid({"batch": (1, 2), "seq": (1, 2, 3, 4)})
+    with pytest.raises(BucketingError, match="3 batch × 3 seq sizes has 9 cells"):
+        BucketGrid.from_shapes(("batch", "seq"), [(1, 1), (2, 2), (3, 3)])
 
 
 def test_a_grid_can_be_pickled() -> None:

@@ -198,6 +198,25 @@ def test_a_range_too_long_to_be_useful_is_refused_at_once(make: Callable[[], obj
         make()
 
 
+def test_a_range_of_as_many_sizes_as_are_useful_is_made() -> None:
+    assert len(linear_range(0, 1, 1 << 20)) == (1 << 20) + 1
+    with pytest.raises(BucketingError, match="a range of 1048577 sizes has more than the 1048576"):
+        linear_range(0, 1, (1 << 20) + 1)
+
+
+def test_the_length_of_a_range_counts_from_its_min() -> None:
+    billion = 10**9
+    assert linear_range(billion, 1, billion + 1) == (billion, billion + 1)
+    assert padding_aware_range(billion, 1, billion + 2, 1, 25) == tuple(range(billion, billion + 3))
+
+
+@pytest.mark.parametrize("size", [1, 5, 1 << 40])
+def test_a_range_may_begin_at_its_max(size: int) -> None:
+    assert linear_range(size, size, size) == (size,)
+    assert exponential_range(size, size, size, 4) == (size,)
+    assert padding_aware_range(size, size, size, 0, 25) == (size,)
+
+
 def test_settings_beyond_sense_are_refused() -> None:
     for wrong in ((1, 10**5000, 10**5001), (1, 1 << 41, 10), (0, 1, 1 << 41)):
         with pytest.raises(

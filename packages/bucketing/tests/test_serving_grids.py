@@ -26,6 +26,7 @@ from trencadis.bucketing import (
     sequence_grid,
     write_bucket_file,
 )
+from trencadis.bucketing.serving_grids import grids as serving_grids
 from trencadis.bucketing.strategies import STRATEGIES
 
 
@@ -93,6 +94,73 @@ def test_defaults_of_the_padding_aware_strategy() -> None:
         "Prompt bucket config (min, step, max_warmup, pad_max, pad_percent) "
         "bs:[1, 1, 16, 4, 25], query:[128, 128, 2048, 512, 25], blocks:[0, 2, 32, 16, 25]"
     )
+
+
+# Settings of 16 sequences of 4,096 tokens, 2,048 tokens of a batch, 600 blocks of 128 tokens. The
+# steps and the minima of lin, exp and pad are the plugin's (vllm_gaudi/extension/bucketing).
+LOGGED = {
+    "lin": (
+        "bs:[1, 1, 16], query:[128, 128, 2048], blocks:[0, 1, 32]",
+        "bs:[1, 32, 16], blocks:[1, 128, 600]",
+        "bs:[1, 32, 16], seq:[128, 128, 4096]",
+        "bs:[1, 128, 16], seq:[128, 128, 4096]",
+    ),
+    "exp": (
+        "bs:[1, 2, 16, 5], query:[128, 128, 2048, 11], blocks:[0, 1, 32, 6]",
+        "bs:[1, 2, 16, 5], blocks:[1, 16, 600, 11]",
+        *["bs:[1, 2, 16, 5], seq:[128, 128, 4096, 13]"] * 2,
+    ),
+    "pad": (
+        "bs:[1, 1, 16, 4, 25], query:[128, 128, 2048, 512, 25], blocks:[0, 2, 32, 16, 25]",
+        "bs:[1, 2, 16, 4, 25], blocks:[128, 128, 600, 150, 25]",
+        *["bs:[1, 2, 16, 4, 25], seq:[128, 128, 4096, 1024, 25]"] * 2,
+    ),
+    "fit": (
+        "bs:[1, 1, 16, 5], query:[128, 128, 2048, 11], blocks:[0, 1, 32, 6]",
+        "bs:[1, 1, 16, 5], blocks:[1, 1, 600, 11]",
+        *["bs:[1, 1, 16, 5], seq:[128, 128, 4096, 13]"] * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_defaults_of_each_strategy_for_each_grid(strategy: str) -> None:
+    config = BucketingConfig(strategy=strategy)
+    limits = {"max_num_seqs": 16, "max_model_len": 4096, "block_size": 128}
+
+    def traffic(*axes: str) -> TrafficRecorder:
+        recorder = TrafficRecorder(axes)
+        recorder.record((1,) * len(axes))
+        return recorder
+
+    sequences = traffic("batch", "seq")
+    grids = (
+        prompt_grid(
+            config,
+            max_num_batched_tokens=2048,
+            traffic=traffic("batch", "query", "context_blocks"),
+            **limits,
+        ),
+        decode_grid(config, num_blocks=600, traffic=traffic("batch", "blocks"), **limits),
+        sequence_grid("prompt", config, traffic=sequences, **limits),
+        sequence_grid("decode", config, traffic=sequences, **limits),
+    )
+    lines = [grid.describe()[0].partition(") ")[2] for grid in grids]
+    assert lines == list(LOGGED[strategy])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit"), [(1, 2), (2, 2), (4, 2), (5, 3), (2048, 11), (2049, 12)]
+)
+def test_the_query_has_a_bucket_per_doubling_and_two_at_least(tokens: int, limit: int) -> None:
+    grid = prompt_grid(
+        BucketingConfig(),
+        max_model_len=4096,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=1,
+        block_size=1,
+    )
+    assert f"query:[1, 1, {tokens}, {limit}]" in grid.describe()[0]
 
 
 def least_at_or_above(values: tuple[int, ...], size: int) -> int | None:
@@ -548,6 +616,35 @@ def test_a_grid_of_too_many_buckets_is_told_with_its_number(
     (record,) = caplog.records
     assert f"the prompt grid has {len(grid):,} buckets" in record.getMessage()
     assert f"raise VLLM_{variable}_BUCKET_STEP, or choose the exp strategy" in record.getMessage()
+
+
+@pytest.mark.parametrize("is_above", [False, True])
+def test_every_kind_of_grid_is_told_where_it_has_too_many_buckets(
+    is_above: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BucketingConfig(strategy="lin")
+    limits = {"max_num_seqs": 4, "max_model_len": 1024, "block_size": 16}
+    for make, variable in (
+        (lambda: decode_grid(config, num_blocks=400, **limits), "DECODE_BLOCK"),
+        (
+            lambda: decode_grid(config, num_blocks=20, **{**limits, "max_num_seqs": 900}),
+            "DECODE_BS",
+        ),
+        (lambda: sequence_grid("prompt", config, **limits), "PROMPT_QUERY"),
+        (lambda: sequence_grid("decode", config, **limits), "DECODE_SEQ"),
+        (
+            lambda: prompt_grid(config, max_num_batched_tokens=8, **{**limits, "block_size": 8}),
+            "PROMPT_CTX",
+        ),
+    ):
+        caplog.clear()
+        most = len(make()) - is_above
+        monkeypatch.setattr(serving_grids, "MANY_BUCKETS", most)
+        assert len(make()) == most + is_above
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == is_above
+        assert all(f"raise VLLM_{variable}_BUCKET_STEP" in line for line in told)
+        monkeypatch.undo()
 
 
 def test_no_grid_has_buckets_for_batches_of_nothing() -> None:

@@ -93,9 +93,34 @@ def test_counts_equal_repetition() -> None:
         assert attrs.evolve(found, padding=0.0) == attrs.evolve(expected, padding=0.0)
 
 
+def test_the_counts_of_the_judged_batches_are_their_own() -> None:
+    rows, judged = np.array([[1, 100], [2, 300]]), np.array([[1, 120], [2, 260]])
+    options = {"step": 16, "maxima": (2, 512), "counts": [5, 1]}
+    repeated = np.repeat(judged, [1, 4], axis=0)
+    for own, expected in zip(
+        compare_strategies(rows, judged, judged_counts=[1, 4], **options),  # type: ignore[arg-type]
+        compare_strategies(rows, repeated, **options),  # type: ignore[arg-type]
+        strict=True,
+    ):
+        assert own.padding == pytest.approx(expected.padding)
+        assert attrs.evolve(own, padding=0.0) == attrs.evolve(expected, padding=0.0)
+
+
+def test_without_a_tail_the_mean_padding_counts_alone() -> None:
+    rows = np.array([[1, 100]] * 500 + [[1, 200]] * 300 + [[1, 300]] * 300 + [[1, 1000]])
+    arguments = {"step": 100, "maxima": (1, 4000), "budget": 4}
+    plain, least, tail = (
+        compare_strategies(rows, rows, **arguments, **options)[-1]  # type: ignore[arg-type]
+        for options in ({}, {"tail": 0.0}, {"tail": 10.0})
+    )
+    assert plain == least
+    assert plain.worst_padding > tail.worst_padding
+    assert plain.graphs == 4
+
+
 def test_traffic_above_the_maxima_is_an_error() -> None:
     rows = np.array([[1, 100]])
-    for judged, maxima in ((rows, (1, 99)), (rows[:0], (1, 100))):
+    for judged, maxima in ((rows, (1, 99)), (rows[:0], (1, 100)), (rows * [[0, 1]], (1, 100))):
         with pytest.raises(BucketingError, match="raise the maxima"):
             compare_strategies(rows, judged, step=16, maxima=maxima)
 

@@ -89,6 +89,29 @@ def test_a_bad_trace_is_an_error_with_its_line(
         read_trace(written(tmp_path, name, text))
 
 
+def test_the_shortest_and_the_longest_prompt_are_read(tmp_path: Path) -> None:
+    largest = 1 << 40
+    trace = read_trace(
+        written(tmp_path, "a.csv", f"length,output_length\n1,0\n{largest},{largest}")
+    )
+    assert trace.lengths.tolist() == [1, largest]
+    assert trace.outputs is not None
+    assert trace.outputs.tolist() == [0, largest]
+    path = written(tmp_path, "a.csv", f"length\n{largest + 1}\n")
+    with pytest.raises(BucketingError, match="is not an integer of at least 1 that is possible:"):
+        read_trace(path)
+
+
+def test_a_line_of_as_many_characters_as_are_read_is_read(tmp_path: Path) -> None:
+    most = 1 << 20
+    line = '{"length": 3, "text": ""}'
+    text = line.replace('""', '"' + "x" * (most - len(line)) + '"')
+    assert len(text) == most
+    assert read_trace(written(tmp_path, "a.jsonl", text)).lengths.tolist() == [3]
+    with pytest.raises(BucketingError, match="line 1 has more than 1048576 characters"):
+        read_trace(written(tmp_path, "a.jsonl", text + " "))
+
+
 @pytest.mark.parametrize("name", ["trace.csv", "trace.jsonl"])
 def test_a_binary_file_is_an_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
@@ -128,6 +151,7 @@ def test_batches_collect_the_requests_of_a_window(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, "trace.csv", text))
     assert trace.batches(1.0, 16).tolist() == [[3, 3], [1, 7], [2, 9]]
     assert trace.batches(1.0, 2).tolist() == [[2, 2], [1, 3], [1, 7], [2, 9]]
+    assert trace.batches(1.0, 1).tolist() == [[1, n] for n in (1, 2, 3, 7, 9, 4)]
     for window, most in ((0.0, 2), (float("nan"), 2), (1.0, 0)):
         with pytest.raises(
             BucketingError, match=r"must be (a finite number above 0|an integer of at least 1)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
@@ -215,6 +216,26 @@ def test_bad_arguments_are_an_error() -> None:
     assert (made.total, counted(made)) == (2, {(1, 1): 2})
     with pytest.raises(BucketingError, match="record both with the same axes"):
         made.merge(TrafficRecorder(("batch",)))
+
+
+def test_the_bounds_of_a_recorder_are_within_it() -> None:
+    most = 1 << 40
+    made = recorder([(most, most), (0, 0)], capacity=4)
+    assert counted(made) == {(most, most): 1, (0, 0): 1}
+    half, other = TrafficRecorder(AXES), TrafficRecorder(AXES)
+    half.record((1, 1), most // 2)
+    other.record((2, 2), most // 2)
+    half.merge(other)
+    assert half.total == most
+    half.record((3, 3), 0)
+    assert counted(half) == {(1, 1): most // 2, (2, 2): most // 2, (3, 3): 0}
+    with pytest.raises(BucketingError, match=f"a size of shape must be .* from 0 to {most}, got"):
+        made.record((most + 1, 1))
+
+
+def test_a_recorder_keeps_65536_shapes_unless_told_otherwise(tmp_path: Path) -> None:
+    TrafficRecorder(AXES).save(tmp_path / "traffic.json")
+    assert json.loads((tmp_path / "traffic.json").read_text())["capacity"] == 65_536
 
 
 def test_sixteen_axes_are_accepted_and_seventeen_are_not() -> None:

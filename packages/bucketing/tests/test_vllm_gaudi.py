@@ -127,6 +127,17 @@ def test_slices_of_fused_attention_need_the_strategy_that_they_mask(
     assert made(host).prompt_buckets
 
 
+def test_a_plugin_without_slices_has_the_buckets_of_any_strategy(
+    host: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BUCKETING_STRATEGY", "exp")
+    manager = made(host)
+    config = importlib.import_module("vllm_gaudi.extension.runtime").CONFIG
+    del config.enable_fsdpa_slicing
+    manager.generate_prompt_buckets()
+    assert manager.prompt_buckets
+
+
 def test_the_variables_of_this_library_are_read(
     host: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -188,11 +199,25 @@ def test_speculative_decoding_has_seeds_and_more(host: ModuleType) -> None:
 def test_a_rank_without_requests_has_the_smallest_bucket(host: ModuleType) -> None:
     manager = made(host)
     assert manager.find_decode_bucket(0, 0) == min(manager.decode_buckets)
+    assert manager.find_prompt_bucket(0, 0) == min(manager.prompt_buckets)
+
+
+def test_without_decode_buckets_blocks_are_not_lowered(host: ModuleType) -> None:
+    for has_largest in (True, False):
+        manager = host.BucketingManager()
+        manager.initialize(**LIMITS)
+        if not has_largest:
+            del manager._fallback_max_ctx
+        assert manager.find_decode_bucket(3, 100) == (4, 1, 103)
+        assert manager.asked == [((3, 1, 100), False)]
 
 
 def test_queries_are_whole_chunks_and_slices(host: ModuleType) -> None:
     limits = {"mamba_chunk_size": 256, "mamba_chunk_size_is_explicit": True}
     assert all(query % 256 == 0 for _, query, _ in made(host, **limits).prompt_buckets)
+    plain = made(host).prompt_buckets
+    assert made(host, **{**limits, "mamba_chunk_size_is_explicit": False}).prompt_buckets == plain
+    assert made(host, **{**limits, "mamba_chunk_size": 0}).prompt_buckets == plain
     sliced = made(host, use_sliding_window=True, slice_thld=512, slice_size=1024).prompt_buckets
     assert all(query < 512 or query % 1024 == 0 for _, query, context in sliced if not context)
     assert any(query % 1024 for _, query, context in sliced if context)

@@ -210,6 +210,18 @@ def test_a_runtime_that_lacks_methods_is_refused_with_their_names() -> None:
         BackgroundWarmup(object(), (), ())  # type: ignore[arg-type]
 
 
+def test_a_clock_that_cannot_be_called_is_refused(graph_device: Any) -> None:
+    with pytest.raises(ConfigError, match="clock must be callable, got"):
+        BackgroundWarmup(graph_device(lambda *_: 0), (), (), clock=5.0)  # type: ignore[arg-type]
+
+
+def test_no_context_counts_as_one_block_in_the_size_of_a_shape(graph_device: Any) -> None:
+    grid = BucketGrid({"batch": (1,), "query": (128, 200), "context_blocks": (0, 1, 2)})
+    warmup = BackgroundWarmup(graph_device(lambda *_: 0), grid.buckets, ())
+    contexts = [(query, context) for _, (_, query, context) in drain(warmup)]
+    assert contexts == [(128, 0), (128, 1), (200, 0), (200, 1), (128, 2), (200, 2)]
+
+
 @pytest.mark.parametrize("phase, bucket", [("Prompt", PROMPT.buckets[0]), (Phase.PROMPT, (1, 128))])
 def test_a_phase_or_bucket_of_another_type_is_refused(
     graph_device: Any, phase: Any, bucket: Any

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.bucketing import Bucket, BucketGrid
-from trencadis.warmup.graph_cost import GraphCostModel
+from trencadis.warmup.graph_cost import GraphCostModel, _t_quantile
 
 MIB = 1 << 20
 GRID = BucketGrid({"batch": (1, 2, 4, 8), "seq": range(128, 1025, 128)})
@@ -23,6 +23,24 @@ def make_bucket(batch: int, seq: int) -> Bucket:
 def linear(parts: tuple[float, ...], bucket: Bucket) -> float:
     batch, seq = bucket.shape
     return MIB * (parts[0] + parts[1] * batch + parts[2] * seq + parts[3] * batch * seq)
+
+
+def test_before_a_measurement_the_expected_size_is_the_number_of_elements() -> None:
+    grid = BucketGrid({"batch": (1, 4), "query": (8,), "context_blocks": (0, 3)})
+    model = GraphCostModel(grid)
+    assert [model.expected(bucket) for bucket in grid] == [8, 24, 32, 96]
+    assert not any(model.has_fit_for(bucket) for bucket in grid)
+
+
+# Student's distribution, two-sided 95 %: NIST, "Critical Values of the Student's t Distribution".
+T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 1000: 1.962}
+
+
+@pytest.mark.parametrize("degrees_of_freedom", T_QUANTILES)
+def test_the_quantile_of_the_prediction_error_is_within_8_percent(degrees_of_freedom: int) -> None:
+    assert _t_quantile(degrees_of_freedom) == pytest.approx(
+        T_QUANTILES[degrees_of_freedom], rel=0.08
+    )
 
 
 PARTS = st.tuples(*[st.floats(0.01, 100)] * 4)

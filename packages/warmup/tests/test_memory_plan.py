@@ -62,6 +62,18 @@ def test_no_graph_budget_if_free_memory_is_below_the_margin() -> None:
     assert LOGGED.graph_budget(int(30 * GIB)).total == 0
 
 
+def test_without_a_reserve_graphs_have_no_budget() -> None:
+    plan = MemoryPlan(free_after_profile=100 * GIB, block_bytes=GIB, graph_reserved_mem=0)
+    assert plan.graph_budget(100 * GIB) == GraphBudget(total=0, free=100 * GIB)
+
+
+def test_a_cache_of_two_blocks_is_enough() -> None:
+    share_of_all = {"gpu_memory_utilization": 1, "graph_reserved_mem": 0}
+    assert MemoryPlan.from_profile(2 * GIB, **share_of_all, block_bytes=GIB).num_blocks == 2
+    with pytest.raises(ConfigError, match="2 GiB for the KV cache do not hold two blocks"):
+        MemoryPlan.from_profile(2 * GIB - 1, **share_of_all, block_bytes=GIB)
+
+
 @given(total=st.integers(0, 1 << 45), ratio=st.floats(0, 1))
 def test_shares_add_up_to_the_budget(total: int, ratio: float) -> None:
     budget = GraphBudget(total=total, free=total, prompt_ratio=ratio)
@@ -111,6 +123,8 @@ def test_host_memory_is_read_from_linux_and_omitted_elsewhere(tmp_path: Path) ->
     use = MemoryUse.read(device_free=3, device_total=10, meminfo=meminfo)
     assert (use.device_used, use.host_used, use.host_total) == (7, 768 << 10, 1 << 20)
     missing = MemoryUse.read(device_free=3, device_total=10, meminfo=tmp_path / "none")
+    assert missing == MemoryUse(device_used=7, device_total=10, host_used=0, host_total=0)
+    assert missing == MemoryUse(device_used=7, device_total=10)
     assert missing.since(missing, "Nothing") == "Nothing took 0 B of device memory (7 B/10 B used)"
 
 
@@ -182,6 +196,54 @@ def test_bytes_are_formatted_as_in_the_log(size: int, text: str) -> None:
 def test_a_wrong_part_of_a_budget_is_named(name: str, wrong: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be .*, got {wrong}"):
         GraphBudget(**{"total": 1, "free": 1, name: wrong})
+
+
+MOST = (1 << 63) - 1
+"""Bytes."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "low", "high"),
+    [
+        *((GraphBudget, name, 0, MOST) for name in ("total", "free")),
+        (GraphBudget, "prompt_ratio", 0, 1),
+        *((MemoryPlan, name, 1, MOST) for name in ("free_after_profile", "block_bytes")),
+        (MemoryPlan, "gpu_memory_utilization", 0, 1),
+        (MemoryPlan, "graph_reserved_mem", 0, 1),
+        (MemoryPlan, "graph_prompt_ratio", 0, 1),
+        *((MemoryUse, name, -MOST, MOST) for name in ("device_used", "host_used")),
+        *((MemoryUse, name, 0, MOST) for name in ("device_total", "host_total")),
+    ],
+)
+def test_both_ends_of_a_range_are_accepted_and_no_more(
+    kind: Any, name: str, low: int, high: int
+) -> None:
+    needed = {
+        GraphBudget: {"total": 1, "free": 1},
+        MemoryPlan: {"free_after_profile": 1, "block_bytes": 1},
+        MemoryUse: {"device_used": 1, "device_total": 1},
+    }[kind]
+    for end, above in ((low, low - 1), (high, high + 1)):
+        assert getattr(kind(**{**needed, name: end}), name) == end
+        with pytest.raises(ConfigError, match=f"{name} must be .* from {low} to {high}, got"):
+            kind(**{**needed, name: above})
+
+
+@pytest.mark.parametrize(("name", "low"), [("device_free", -MOST), ("device_total", 0)])
+def test_a_size_to_read_has_the_range_of_its_field(name: str, low: int) -> None:
+    for end, above in ((low, low - 1), (MOST, MOST + 1)):
+        sizes = {"device_free": 0, "device_total": 0, "meminfo": Path("none")}
+        if name == "device_total" or end < 0:
+            assert MemoryUse.read(**{**sizes, name: end}).device_total in (0, end)
+        with pytest.raises(ConfigError, match=f"{name} must be .* from {low} to {MOST}, got"):
+            MemoryUse.read(**{**sizes, name: above})
+
+
+def test_free_memory_may_be_all_that_an_integer_holds_or_none() -> None:
+    assert LOGGED.graph_budget(MOST).free == MOST
+    assert LOGGED.graph_budget(0).free == 0
+    with pytest.raises(ConfigError, match=f"free_memory must be an integer from 0 to {MOST}"):
+        LOGGED.graph_budget(MOST + 1)
 
 
 @pytest.mark.parametrize("free", [-1, None, "1", 1.5, True, float("nan"), 10**400])

@@ -32,6 +32,8 @@ def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPat
     assert list(track(range(3), 3, "Warm-up")) == [0, 1, 2]
     assert "Warm-up" in terminal.getvalue()
     assert ":" in terminal.getvalue(), "the time left"
+    erase_line = "\x1b[2K"
+    assert terminal.getvalue().endswith(erase_line), "the bar goes when the work is done"
 
 
 def test_log_lines_go_above_the_bar_and_handlers_are_restored(

@@ -12,6 +12,7 @@ from trencadis.bucketing import Bucket
 from trencadis.warmup import (
     BucketTime,
     CaptureReport,
+    ConfigError,
     GraphOutcome,
     GraphStatus,
     Phase,
@@ -86,6 +87,32 @@ def test_the_summary_is_the_log_line_with_sorted_shapes() -> None:
     assert REPORT.capture.summary(Phase.PROMPT, 3) == (
         "Graph/Prompt captured:1 (33.3%) used_mem:3 MiB buckets:[(1, 128)]"
     )
+    assert "captured:1 (100.0%)" in REPORT.capture.summary(Phase.PROMPT, 1)
+    assert REPORT.capture.summary(Phase.DECODE, 0) == (
+        "Graph/Decode captured:0 (0.0%) used_mem:0 B buckets:[]"
+    )
+
+
+def test_a_report_is_complete_and_a_skipped_graph_took_nothing_unless_told_otherwise() -> None:
+    plain = WarmupReport((), 0.0, 0)
+    assert (plain.complete, plain.capture, plain.stages) == (True, None, ())
+    skipped = GraphOutcome(Phase.PROMPT, bucket(1, 128), GraphStatus.SKIPPED, 5)
+    assert (skipped.used, skipped.seconds) == (0, 0.0)
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 63])
+def test_bytes_of_a_graph_and_of_a_budget_are_those_that_an_integer_holds(size: int) -> None:
+    most = (1 << 63) - 1
+    assert CaptureReport(most).outcomes == CaptureReport(0).outcomes == ()
+    captured = (Phase.PROMPT, bucket(1, 128), GraphStatus.CAPTURED, 0)
+    assert GraphOutcome(*captured, most).used == most
+    assert WarmupReport((), 0.0, -most).allocated == -most
+    with pytest.raises(ConfigError, match=f"used must be an integer from 0 to {most}, got"):
+        GraphOutcome(*captured, size)
+    with pytest.raises(ConfigError, match=f"budget must be an integer from 0 to {most}, got"):
+        CaptureReport(size)
+    with pytest.raises(ConfigError, match=f"allocated must be an integer from -{most} to {most}"):
+        WarmupReport((), 0.0, -size if size > 0 else -most - 1)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b'{"seconds": NaN}'])

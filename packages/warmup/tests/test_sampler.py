@@ -72,6 +72,7 @@ def test_zero_and_one_are_always_among_the_batch_sizes() -> None:
     grid = BucketGrid({"batch": (1, 2, 4), "blocks": (128, 256)})
     assert sampler_batch_sizes(grid) == (0, 1, 2, 4)
     assert sampler_batch_sizes(()) == (0, 1)
+    assert sampler_batch_sizes(BucketGrid({"batch": (7,)}), grid) == (0, 1, 2, 4, 7)
 
 
 def test_every_size_is_sampled_with_every_config_and_a_reset_in_between() -> None:
@@ -110,12 +111,17 @@ def test_the_batch_is_closed_when_sampling_fails() -> None:
     assert sampler.calls[-1] == ("close", None)
 
 
-@pytest.mark.parametrize("sizes", [None, [-1], ["4"], [1.5], [True], [1 << 40]])
+@pytest.mark.parametrize("sizes", [None, [-1], ["4"], [1.5], [True], [1 << 40], [(1 << 20) + 1]])
 def test_a_wrong_batch_size_is_refused_before_sampling(sizes: Any) -> None:
     sampler = RecordingSampler()
-    with pytest.raises(ConfigError, match="batch"):
+    with pytest.raises(ConfigError, match=r"batch.* an integer from 0 to 1048576, got"):
         warm_up_sampler(sampler, sizes)
     assert not sampler.calls
+
+
+def test_a_dummy_request_decodes_its_first_token_in_the_padding_block() -> None:
+    request = DummyRequest("warmup-1-0")
+    assert request.prompt_token_ids == request.output_token_ids == request.block_ids == (0,)
 
 
 def test_a_wrong_config_or_sampler_is_refused() -> None:

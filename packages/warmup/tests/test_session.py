@@ -374,6 +374,19 @@ def test_free_memory_that_is_no_number_is_named(free: Any) -> None:
         warm_up(runtime, (), ())
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_free_memory_and_seconds_have_a_largest_value(sign: int) -> None:
+    """Differences of free memory are within 64 bits, and those of times exact to a millisecond."""
+    runtime = RecordingRuntime()
+    runtime.free = sign << 61
+    assert warm_up(runtime, (), (), clock=lambda: sign * 1e12).allocated == 0
+    with pytest.raises(InvalidAnswer, match=r"clock\(\) returned"):
+        warm_up(runtime, (), (), clock=lambda: sign * 1.001e12)
+    runtime.free += sign
+    with pytest.raises(InvalidAnswer, match=r"free_memory\(\) of RecordingRuntime returned"):
+        warm_up(runtime, (), ())
+
+
 def test_numbers_of_numpy_are_free_memory_and_seconds() -> None:
     runtime = RecordingRuntime()
     runtime.free = np.int64(1 << 40)  # type: ignore[assignment]

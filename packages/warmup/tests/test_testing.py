@@ -83,6 +83,25 @@ def captures_nothing(device: GraphDevice, buckets: Buckets, budget: int) -> None
     pass
 
 
+def captures_all_or_nothing(device: GraphDevice, buckets: Buckets, budget: int) -> None:
+    if sum(device.cost(phase, bucket) for phase, bucket in both(buckets)) <= budget:
+        toy(device, buckets, budget)
+
+
+def test_the_device_keeps_a_share_of_a_released_graph_and_counts_its_calls() -> None:
+    device = GraphDevice(lambda *_: 100, free=1000)
+    device.returned = 0.25
+    bucket = Bucket(("batch", "seq"), (1, 128))
+    device.capture(Phase.PROMPT, bucket)
+    assert (device.used, device.free_memory(), device.now) == (100, 900, 1.0)
+    device.release(Phase.PROMPT, bucket)
+    assert (device.used, device.kept_back, device.free_memory()) == (0, 75, 925)
+    device.capture(Phase.DECODE, bucket)
+    assert (device.most_held_before_a_capture, device.peak) == (75, 175)
+    device.execute(Phase.DECODE, bucket)
+    assert (device.executed, device.now) == ([(Phase.DECODE, (1, 128))], 3.0)
+
+
 @pytest.mark.parametrize("capture", [ours, toy])
 def test_a_sound_capture_passes(capture: Any) -> None:
     check_capture(capture)
@@ -98,6 +117,7 @@ def test_a_sound_capture_passes(capture: Any) -> None:
         (releases_twice, "is released and not held"),
         (captures_a_padded_bucket, "buckets that were not given"),
         (captures_nothing, "graphs are captured, though all|none is captured"),
+        (captures_all_or_nothing, r"each graph fits in \d+ bytes, and none is captured"),
     ],
 )
 def test_a_planted_fault_is_found(capture: Any, fault: str) -> None:

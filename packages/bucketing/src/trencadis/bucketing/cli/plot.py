@@ -17,7 +17,7 @@ _GREY, _ORANGE, _BLUE = "#9aa0a6", "#d1603d", "#2b6cb0"
 
 def plot_traffic(
     rows: IntArray,
-    counts: IntArray | None,
+    counts: IntArray,
     rule: StrategyResult,
     fit: StrategyResult,
     path: str | os.PathLike[str],
@@ -26,16 +26,15 @@ def plot_traffic(
 
     Args:
         rows: the batches, (batch, length) each.
-        counts: how often each row came; None for once each.
+        counts: how often each row came.
         rule: a strategy that is not a fit.
         fit: the fit.
         path: the file to write.
     """
-    weights = np.ones(len(rows), dtype=np.int64) if counts is None else counts
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     lengths, hits = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_lengths(lengths, rows[:, 1], weights * rows[:, 0], rule, fit)
-    _draw_hits(hits, rows, weights, fit)
+    _draw_lengths(lengths, rows[:, 1], counts * rows[:, 0], rule, fit)
+    _draw_hits(hits, rows, counts, fit)
     figure.savefig(path, dpi=130, format="png")
 
 
