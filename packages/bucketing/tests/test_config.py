@@ -7,6 +7,7 @@ import math
 import pickle
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -204,6 +205,11 @@ def test_a_setting_beyond_sense_is_refused(value: int) -> None:
         BucketingError, match="limit must be an integer from 1 to 1099511627776, got"
     ):
         AxisConfig(limit=value)
+
+
+def test_integers_of_numpy_are_kept_as_those_of_python() -> None:
+    assert type(AxisConfig(min=np.int64(3)).min) is int
+    assert type(AxisConfig(step=np.uint8(3)).step) is int
 
 
 def test_a_bad_value_in_code_names_its_setting() -> None:

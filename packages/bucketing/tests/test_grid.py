@@ -360,6 +360,10 @@ def test_threads_share_a_grid() -> None:
         ({"seq": [-1, 1]}, "a size of axis seq must be an integer from 0 to .*, got -1"),
         ({"seq": [1.0, math.nan]}, "a size of axis seq must be an integer from 0 to .*, got 1.0"),
         ({"a": range(5000), "b": range(5000)}, "raise the step of the longest axis"),
+        (
+            {"a": range((1 << 20) + 1)},
+            "a range of 1048577 sizes has more than the 1048576 that are",
+        ),
     ],
 )
 def test_bad_axes_are_an_error(axes: dict[str, list[int]], message: str) -> None:

@@ -46,6 +46,65 @@ def test_a_bad_setting_is_named_with_its_value(setting: str, value: object) -> N
     assert str(value) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("setting", "ends", "beyond"),
+    [
+        ("num_blocks", (2, 1 << 24), (1, (1 << 24) + 1)),
+        ("num_host_blocks", (0, 1 << 24), (-1, (1 << 24) + 1)),
+        ("block_size", (1, 1 << 24), (0, 1 << 25)),
+        ("watermark", (0, 0.999), (-0.001, 1)),
+        ("windows", ((1,), (None,) * 256, (None, 4, 4)), ((0,), (None,) * 257, (4, None), (4, 8))),
+        ("windows", ((None, None, 4, 1),), ((), (4, None, 4), (True,))),
+        ("tokens_ahead", (1, None), (0, 1.5)),
+        ("decode_buckets", ((1, 2), ()), ((0, 1), (1, 1))),
+    ],
+)
+def test_the_ends_of_a_setting_are_accepted_and_nothing_beyond(
+    setting: str, ends: tuple[Any, ...], beyond: tuple[Any, ...]
+) -> None:
+    settings: dict[str, Any] = {"num_blocks": 8, "block_size": 16}
+    for value in ends:
+        assert getattr(CacheConfig(**{**settings, setting: value}), setting) == value
+    for value in beyond:
+        with pytest.raises(InvalidSetting, match=f"{setting} must be"):
+            CacheConfig(**{**settings, setting: value})
+
+
+def test_what_is_not_set_has_its_documented_default() -> None:
+    assert CacheConfig(num_blocks=8, block_size=16) == CacheConfig(
+        num_blocks=8,
+        block_size=16,
+        watermark=0.01,
+        num_host_blocks=0,
+        enable_prefix_caching=True,
+        windows=(None,),
+        tokens_ahead=None,
+        record_events=False,
+        decode_buckets=(),
+    )
+    assert DefragConfig() == DefragConfig(
+        enabled=True, warm_up=True, threshold=32, debug=False, keep_from=0.05
+    )
+    assert DefragConfig(threshold=0, keep_from=0).threshold == 0
+
+
+def test_integers_of_numpy_are_kept_as_those_of_python() -> None:
+    numpy = pytest.importorskip("numpy")
+    config = CacheConfig(
+        num_blocks=numpy.int64(8), block_size=numpy.int32(16), decode_buckets=numpy.array([4, 8])
+    )
+    assert type(config.num_blocks) is type(config.block_size) is int
+    assert list(map(type, config.decode_buckets)) == [int, int]
+
+
+@pytest.mark.parametrize(
+    ("topics", "value"),
+    [("buckets , defrag", True), ("defrag", True), ("defragment", False), ("", False)],
+)
+def test_plans_are_logged_where_the_list_of_topics_has_defrag(topics: str, value: bool) -> None:
+    assert DefragConfig.from_env({"VLLM_DEBUG": topics}) == DefragConfig(debug=value)
+
+
 def test_the_variables_of_seed_000_set_the_config() -> None:
     assert DefragConfig.from_env({}) == DefragConfig() == DefragConfig(threshold=32, keep_from=0.05)
     config = DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": " 8 ", "VLLM_DEBUG": "defrag"})
@@ -135,5 +194,8 @@ def test_an_environment_is_a_mapping(environ: Any) -> None:
 
 
 def test_a_threshold_of_too_many_digits_is_named() -> None:
+    assert DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": "9" * 18}).threshold == 10**18 - 1
+    with pytest.raises(InvalidSetting, match="VLLM_DEFRAG_THRESHOLD must be a number of blocks"):
+        DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": "9" * 19})
     with pytest.raises(InvalidSetting, match="VLLM_DEFRAG_THRESHOLD must be a number of blocks"):
         DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": "9" * 5000})

@@ -91,6 +91,23 @@ def test_the_prefix_is_padded_to_a_bucket() -> None:
         lay_out_batch([1], num_blocks=3)
 
 
+def test_the_ends_of_the_sizes_of_a_layout_are_accepted_and_nothing_beyond() -> None:
+    table = [np.array([1], np.int32)]
+    assert lay_out(table, [1], 1, 2).used.tolist() == [0, 1]
+    assert lay_out(table, [1 << 24], 1 << 24).used.tolist() == [0, 1 << 24]
+    for block_size in (0, (1 << 24) + 1):
+        with pytest.raises(InvalidSetting, match="block_size must be an integer from 1 to 16777"):
+            lay_out(table, [1], block_size)
+    assert lay_out(table, [1], 4, num_shared=0).num_blocks == 2
+    assert lay_out(table, [1], 4, num_shared=2).shared_used.tolist() == [[0, 1]]
+    for num_shared in (-1, 3):
+        with pytest.raises(InvalidSetting, match="num_shared must be an integer from 0 to 2"):
+            lay_out(table, [1], 4, num_shared=num_shared)
+    assert lay_out([], [], 4, 1).owner.tolist() == [-1]
+    with pytest.raises(InvalidSetting, match="num_blocks must be an integer of at least 1, got 0"):
+        lay_out([], [], 4, 0)
+
+
 def test_an_empty_batch_reads_only_the_padding_block() -> None:
     layout = lay_out_batch([])
     assert layout.owner.tolist() == [-1]

@@ -209,13 +209,24 @@ def test_the_warm_up_runs_every_size_and_leaves_the_cache_unchanged(
     ]
 
 
+@pytest.mark.parametrize("num_blocks", [0, 1])
 def test_the_warm_up_is_skipped_with_a_warning_for_fewer_than_two_blocks(
-    caplog: pytest.LogCaptureFixture,
+    num_blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "trencadis.kvcache"):
-        assert not warm_up_defragmenter(lambda copies: pytest.fail(str(copies)), 1)
-    assert caplog.messages[-1] == "Skipping defragmenter warmup, insufficient blocks (1)"
+        assert not warm_up_defragmenter(lambda copies: pytest.fail(str(copies)), num_blocks)
+    assert caplog.messages[-1] == (
+        f"Skipping defragmenter warmup, insufficient blocks ({num_blocks})"
+    )
     assert caplog.records[-1].levelno == logging.WARNING
+
+
+def test_a_plan_size_of_an_exchange_is_warmed_up_and_none_below() -> None:
+    sizes: list[int] = []
+    assert warm_up_defragmenter(lambda copies: sizes.append(len(copies)), 2, (2, 3))
+    assert sizes == [2, 3]
+    with pytest.raises(InvalidSetting, match="size must be an integer from 2 to"):
+        warm_up_defragmenter(lambda copies: pytest.fail(str(copies)), 2, (1, 2))
 
 
 @pytest.mark.parametrize(

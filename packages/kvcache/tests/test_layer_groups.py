@@ -86,6 +86,12 @@ def test_layers_of_one_window_are_in_one_group() -> None:
     assert group_layers([None, 8], shapes, num_tokens=100, block_size=4).windows == (None,)
 
 
+def test_layers_of_more_windows_than_groups_share_one() -> None:
+    windows: list[int | None] = [16 * number for number in range(1, 34)]
+    assert grouped(windows[:32], 5000).num_groups == 32
+    assert grouped(windows, 5000) == LayerGroups.single(windows)
+
+
 def test_groups_that_see_most_come_first() -> None:
     groups = grouped([16, None, 512, 16], 5000)
     assert groups.windows == (None, 512, 16, 16)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +27,26 @@ def constant_digest(parent: bytes, content: bytes) -> bytes:
 def test_only_full_blocks_have_keys() -> None:
     hasher = RequestHasher(4)
     assert [len(hasher(range(n)).blocks) for n in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+
+
+class Endless(Sequence[int]):
+    """Token ids that say how many they are."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, position: Any) -> Any:
+        raise IndexError(position)
+
+
+def test_more_tokens_than_32_bits_count_are_refused_before_they_are_read() -> None:
+    hasher = RequestHasher(4)
+    assert hasher(Endless((1 << 31) - 1)).blocks == ()
+    with pytest.raises(InvalidSetting, match="token ids must be integers from -2147483648 to 21"):
+        hasher(Endless(1 << 31))
 
 
 @given(TOKENS, TOKENS)

@@ -475,6 +475,42 @@ def test_a_tier_that_turns_out_to_be_slow_is_no_longer_waited_for() -> None:
     assert machine.transfers.close(60)
 
 
+def test_half_of_the_staging_blocks_are_loaded_at_once_and_the_others_are_for_stores() -> None:
+    machine = Machine([HostTier(GIB)], 16)
+    prompt = list(range(37))
+    machine.serve(prompt, "")
+    machine.finish_stores()
+    machine.blocks.reset_prefix_cache()
+    keys = machine.blocks.hasher(prompt, ("",)).blocks
+    copies: Copies = ()
+    while not copies:
+        machine.transfers.begin_step(machine.now)
+        starts, copies = machine.transfers.load_prefix("request", keys, 1.0, machine.now)
+        machine.transfers.end_scheduling()
+        time.sleep(0)
+    assert (starts, len(copies)) == (False, NUM_STAGING // 2)
+    assert machine.transfers.close(60)
+
+
+class UnsureTier(HostTier):
+    def wants(self, key: bytes) -> bool:
+        raise OSError("no answer")
+
+
+def test_a_tier_that_cannot_say_whether_it_wants_a_block_gets_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = Machine([UnsureTier(GIB)], 16)
+    machine.serve(list(range(20)), "")
+    assert machine.transfers.can_store
+    assert machine.transfers.begin_step(machine.now) == ()
+    assert not machine.transfers.can_store
+    assert [record.getMessage() for record in caplog.records] == [
+        "A tier raised where it may not: serving goes on without its answer"
+    ]
+    assert machine.transfers.close(60)
+
+
 class NegativeTier(HostTier):
     def num_leading(self, keys: Iterable[bytes]) -> int:
         return -1

@@ -133,6 +133,29 @@ def test_a_model_whose_caches_differ_is_not_defragmented(
     assert defragmenter.resolve(7) == 7
 
 
+def test_a_cache_of_three_blocks_is_the_smallest_that_is_defragmented(host: ModuleType) -> None:
+    configure()
+    for rows, is_moved in ((3 * SIZE, True), (3 * SIZE - 1, False)):
+        defragmenter = host.OnlineDefragmenter([(torch.zeros(rows, 3), None)], SIZE)
+        assert defragmenter.enabled is is_moved
+    defragmenter = host.OnlineDefragmenter([(torch.zeros(1 << 14, 1), None)], 1 << 12)
+    assert defragmenter.enabled, "2^26 is more blocks than a pool has, and 4 are not"
+
+
+def test_the_threshold_is_that_of_the_plugin_unless_it_is_set(host: ModuleType) -> None:
+    for threshold, expected in ((None, 32), (0, 0), (7, 7)):
+        configure(VLLM_DEFRAG_THRESHOLD=threshold)
+        defragmenter = host.OnlineDefragmenter(caches(80), SIZE)
+        for above, has_moved in ((expected, False), (expected + 1, True)):
+            used = list(range(1, above + 2))
+            defragmenter.update_state({"low": used[:-1], "high": used[-1:]}, [])
+            defragmenter.update_state({}, ["low"])
+            assert defragmenter.resolve(used[-1]) == len(used)
+            defragmenter.defragment()
+            assert defragmenter.resolve(used[-1]) == (1 if has_moved else len(used))
+            defragmenter.update_state({}, ["high"])
+
+
 def test_layers_that_share_a_cache_move_it_once(host: ModuleType) -> None:
     configure(VLLM_DEFRAG_THRESHOLD=1, prefix_caching=True)
     held = caches(30, layers=1) * 2

@@ -139,6 +139,8 @@ def group_layers(
         for size in range(1, 1 + max(map(len, of_window.values())))
         if num_groups(size) <= _MOST_GROUPS
     ]
+    if not sizes:  # more windows than groups
+        return LayerGroups.single(seen)
     least = min(map(memory, sizes))
     size = max(size for size in sizes if memory(size) <= _MOST_PADDING * least)
     if memory(size) > _LEAST_SAVING * len(windows) * all_blocks:
