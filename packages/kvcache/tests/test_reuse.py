@@ -68,6 +68,16 @@ def test_an_evicted_content_with_a_hit_is_not_unused() -> None:
     assert estimator.rate == pytest.approx(1 / 2)
 
 
+@pytest.mark.parametrize(("num_evicted", "rate"), [(1021, 1 / 1023), (1023, 1 / 513)])
+def test_the_weight_of_earlier_outcomes_is_halved_at_1024(num_evicted: int, rate: float) -> None:
+    estimator = ReuseEstimator(10)
+    hit, *evicted = keys(num_evicted + 1)
+    for key in evicted:
+        estimator.record_eviction(key)
+    estimator.record_hit(hit)
+    assert estimator.rate == pytest.approx(rate)
+
+
 def test_recent_outcomes_count_more() -> None:
     estimator = ReuseEstimator(10)
     for key in keys(1500):

@@ -225,6 +225,24 @@ def test_every_setting_of_a_policy_has_a_help_sentence(name: str) -> None:
             assert field.metadata["help"].endswith("."), field.name
 
 
+def test_a_policy_without_a_target_or_limits_of_its_own_says_so() -> None:
+    policy = NoThermalPolicy()
+    assert policy.retarget(80.0) is False
+    assert policy.get_max_prefill_tokens(View()) is None
+    assert policy.get_max_running_seqs(View()) == View().scheduler_config.max_num_seqs
+
+
+@pytest.mark.parametrize("board", list(BOARDS.values()), ids=lambda board: board.name)
+@pytest.mark.parametrize("num_running", [0, 1, 40])
+def test_a_settled_board_keeps_its_temperatures(board: object, num_running: int) -> None:
+    model = HeatModel(board, ambient_c=35.0, fan=0.5)
+    model.settle(num_running)
+    before = (model.chip_c, model.sink_c)
+    assert 35.0 < model.sink_c < model.chip_c
+    model.step(60.0, num_running)
+    assert (model.chip_c, model.sink_c) == pytest.approx(before)
+
+
 def test_a_new_target_is_validated() -> None:
     policy = ProportionalThermalPolicy(target_temp_c=82.0, k_p=10.0)
     assert policy.retarget(80.0)

@@ -374,6 +374,29 @@ def test_narrow_requests_bypass_one_wider_than_a_thermal_limit_a_limited_number_
     assert wide.num_bypasses == 4
 
 
+def test_victims_that_do_not_run_are_told_and_others_are_taken() -> None:
+    alerts: list[str] = []
+    policy = Scripted(limit=4, victims=lambda running: [*running[:1], "r1"])
+    runner, _, groups = serving(policy, [1] * 4, alert=alerts.append)
+    runner.step()
+    policy.limit = 2
+    for _ in range(3):
+        runner.step()
+    assert any("a victim must be a running group, got 'r1'" in alert for alert in alerts)
+    assert runner.scheduler.num_running_seqs <= 2
+    runner.run()
+    assert_complete(groups)
+
+
+def test_a_scheduler_without_requests_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    runner, _, _ = serving(Scripted(), [])
+    runner.scheduler.control(BatchControl(max_num_seqs=2))
+    for _ in range(2):
+        output, _ = runner.step()
+        assert output.is_empty
+    assert not caplog.records
+
+
 def test_an_operator_is_warned_if_nothing_runs_because_of_the_ordered_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -96,6 +96,21 @@ def test_a_budget_is_kept_by_prefill_alone_where_that_suffices() -> None:
     assert 440 < sum(settled) / len(settled) < 520
 
 
+@pytest.mark.parametrize(("max_itl_s", "cuts_prefill"), [(1.0, True), (2.0, False)])
+def test_steps_longer_than_a_window_are_compared_with_the_longest_that_is_allowed(
+    max_itl_s: float, cuts_prefill: bool
+) -> None:
+    """Prompts wait: prefill is cut only where steps of 1.5 s are too long."""
+    policy = TwoPhaseThermalPolicy(budget_w=500.0, max_itl_s=max_itl_s)
+    view = View(longest_wait_s=60.0)
+    for number in range(12):
+        policy.on_power_reading(800.0 + number % 2)
+        policy.get_max_running_seqs(view)
+        view.now_s += 1.5
+        view.num_prefill_tokens += BUDGET
+    assert (policy.get_max_prefill_tokens(view) is not None) is cuts_prefill
+
+
 def test_an_idle_minute_after_the_start_does_not_suspend_the_budget() -> None:
     """The time until the next request is not a step: long steps would allow all prefill tokens."""
     device = Device(TwoPhaseThermalPolicy(budget_w=500.0))
