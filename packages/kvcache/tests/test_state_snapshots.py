@@ -370,6 +370,19 @@ def test_a_wrong_reservation_changes_nothing() -> None:
     assert manager.reserve_snapshot(0, 4) == 3
 
 
+def test_the_least_recently_used_one_is_replaced_unless_another_is_to_be_first() -> None:
+    manager = make(2)
+    for seq_id in (0, 1):
+        manager.allocate(seq_id, [seq_id] * 5)
+        manager.reserve_snapshot(seq_id, 2)
+        manager.mark_computed(seq_id, 2)
+    manager.allocate(3, [3] * 5)
+    assert manager.reserve_snapshot(3, 2) is not None
+    assert [manager.allocate(10 + token, [token] * 5) for token in (0, 1)] == [0, 2]
+    snapshots = StateSnapshots(3, 1)
+    assert [snapshots.reserve(seq_id, 2) for seq_id in (0, 0, 1)] == [3, 3, None]
+
+
 @pytest.mark.parametrize("is_used", [False, True])
 def test_one_that_is_replaced_first_is_so_until_there_is_a_hit_on_it(is_used: bool) -> None:
     manager = make(2)

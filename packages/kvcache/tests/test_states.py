@@ -129,6 +129,17 @@ def test_each_sequence_finds_its_state_whatever_happens(
     assert all(bool((part[PADDING_SLOT] == 0).all()) for part in parts(cache))
 
 
+def test_the_least_numbers_of_slots_are_accepted_and_none_below() -> None:
+    slots = StateSlots(2, 1)
+    slots.allocate(7)
+    assert (slots.slot(7), slots.num_free) == (1, 0), "slot 0 is that of padding"
+    assert slots.swap_out([7]) == (BlockCopy(1, 0),)
+    assert not StateSlots(2).can_swap_out([7])
+    for wrong in ((1, 0), (2, -1)):
+        with pytest.raises(InvalidSetting, match=r"must be an integer of at least [20], got"):
+            StateSlots(*wrong)
+
+
 def test_a_method_that_raises_changes_nothing() -> None:
     slots = StateSlots(3, 1)
     slots.allocate(1)

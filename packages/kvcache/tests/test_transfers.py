@@ -51,6 +51,13 @@ def test_no_second_is_earned_twice_whatever_the_clock_does(calls: list[tuple[int
             assert sum(granted[first : last + 1]) <= latest[last] - latest[first] + 2
 
 
+@pytest.mark.parametrize("name", ["bytes_per_s", "window_s"])
+def test_a_rate_and_a_window_are_above_0(name: str) -> None:
+    with pytest.raises(InvalidSetting, match=f"{name} must be a finite number above 0, got 0"):
+        BandwidthGovernor(**{"bytes_per_block": 1, name: 0})
+    assert BandwidthGovernor(1, 10.0, 0.1).grant(2, 0.0) == 1, "a burst of one block suffices"
+
+
 def test_the_default_is_the_limit_of_seed_003() -> None:
     governor = BandwidthGovernor(bytes_per_block=16 << 20)
     first = governor.grant(10**6, 0.0)

@@ -144,6 +144,65 @@ def test_an_impossible_temperature_is_rejected(impossible: float) -> None:
     assert "impossible temperature" in late.fault
 
 
+def test_the_ends_of_what_is_plausible_are_so() -> None:
+    bench = Bench()
+    assert bench.says(Reading(0, bench.config.max_c)).hottest_c == 125.0
+    assert bench.says(Reading(0, 90.0)).hottest_c == 90.0, "25 and 10 degrees in a second"
+    assert bench.says(Reading(0, 54.9)).hottest_c == 90.0
+    assert bench.says(Reading(0, 80.0, 1.0)).power_w == 1.0
+    bench = Bench()
+    for temperature_c in (120.0, 30.0, 55.0, 30.0):
+        state = bench.says(Reading(0, temperature_c))
+    assert state.hottest_c == 30.0, "the last three agree within 25 degrees"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "health"),
+    [
+        (5.0, Health.FRESH),
+        (5.001, Health.STALE),
+        (30.0, Health.STALE),
+        (30.001, Health.FAILED),
+    ],
+)
+def test_a_device_is_stale_above_5_and_failed_above_30_seconds(
+    seconds: float, health: Health
+) -> None:
+    bench = Bench()
+    bench.now_s = 0.0
+    bench.says(Reading(0, 60.0), after_s=0.0)
+    state = bench.wait(seconds)
+    assert state.health is health
+    assert state.fault == (
+        "" if health is Health.FRESH else f"device 0: no reading for {seconds:.1f} s"
+    )
+    assert [device.fault for device in state.devices] == [state.fault.removeprefix("device 0: ")]
+
+
+@pytest.mark.parametrize(
+    ("reading", "frozen_after_s"),
+    [
+        (Reading(0, 60.0, 300.0), 900.0),
+        (Reading(0, 60.0), 900.0),
+        (Reading(0, 60.5), 120.0),
+        (Reading(0, 60.5, 300.0), 120.0),
+        (Reading(0, 60.0, 300.5), 120.0),
+    ],
+)
+def test_a_repeated_reading_is_frozen_from_a_time_on_that_its_fractions_decide(
+    reading: Reading, frozen_after_s: float
+) -> None:
+    bench = Bench()
+    bench.says(reading)
+    bench.says(reading, after_s=frozen_after_s - 0.5)
+    assert bench.says(reading, after_s=0.25).devices[0].fault == ""
+    bench.says(reading, after_s=0.25)
+    assert (
+        bench.wait(5.5).fault
+        == f"device 0: frozen at {reading.temperature_c:g} °C for {frozen_after_s:.0f} s"
+    )
+
+
 def test_an_error_and_a_crash_of_the_source_become_states() -> None:
     bench = Bench()
     bench.says(Reading(0, 66.0))

@@ -50,7 +50,9 @@ def test_a_recording_plays_from_its_first_line_with_the_clock(tmp_path: Path) ->
 def test_a_recording_fails_after_its_end(tmp_path: Path) -> None:
     source, now_s = playing(tmp_path, CSV)
     source.read()
-    now_s[0] += 4.5
+    now_s[0] += 4.0
+    assert len(source.read()) == 2
+    now_s[0] += 0.5
     with pytest.raises(SensorError, match="has ended, after 4 s"):
         source.read()
 

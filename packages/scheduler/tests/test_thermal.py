@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ from trencadis.scheduler.thermal import (
 )
 from trencadis.scheduler.thermal.policy import SchedulerView
 from trencadis.scheduler.thermal.registry import ENTRY_POINT_GROUP
+from trencadis.scheduler.thermal.victims import first_victims, victim_order
 
 
 @attrs.define
@@ -241,6 +243,52 @@ def test_a_settled_board_keeps_its_temperatures(board: object, num_running: int)
     assert 35.0 < model.sink_c < model.chip_c
     model.step(60.0, num_running)
     assert (model.chip_c, model.sink_c) == pytest.approx(before)
+
+
+@attrs.frozen
+class Candidate:
+    """What can be evicted."""
+
+    request_id: str
+    num_seqs: int = 1
+    priority: int = 0
+    arrival: int = 0
+    started_at_s: float = 0.0
+    last_scheduled_step: int = 5
+    num_tokens_left: int = 10
+    num_kv_blocks: int = 4
+
+    def get_num_kv_blocks(self) -> int:
+        return self.num_kv_blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second", "third"),
+    [
+        ("lru", {"last_scheduled_step": 4}, {"started_at_s": -1.0}, {"arrival": -1}),
+        ("largest_kv", {"num_kv_blocks": 5}, {"arrival": 2}, {"arrival": 1}),
+        ("lowest_priority", {"priority": 1}, {"arrival": 2}, {"arrival": 1}),
+        ("longest_remaining", {"num_tokens_left": 11}, {"arrival": 2}, {"arrival": 1}),
+        (
+            "cheapest",
+            {"num_kv_blocks": 6, "num_seqs": 2},
+            {"arrival": 2},
+            {"num_kv_blocks": 9, "num_seqs": 2},
+        ),
+    ],
+)
+def test_the_order_of_victims(
+    name: str, first: dict[str, Any], second: dict[str, Any], third: dict[str, Any]
+) -> None:
+    last = Candidate("last", num_kv_blocks=5) if name == "cheapest" else Candidate("last")
+    victims = [Candidate("first", **first), Candidate("second", **second)]
+    victims += [Candidate("third", **third), last]
+    for running in itertools.permutations(victims):
+        found = first_victims(victim_order(name), running, 99)
+        assert [victim.request_id for victim in found] == ["first", "second", "third", "last"]
+    assert first_victims(victim_order(name), victims, 0) == []
+    assert first_victims(victim_order(name), victims, victims[0].num_seqs) == victims[:1]
+    assert first_victims(victim_order(name), victims, victims[0].num_seqs + 1) == victims[:2]
 
 
 def test_a_new_target_is_validated() -> None:
