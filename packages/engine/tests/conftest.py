@@ -28,6 +28,7 @@ real one, without the tests that need what the stand-in counts."""
 
 _WITHOUT_DEVICE = (
     *("channel", "cpu_threads", "detokenizer", "doctor", "heat", "heat_switches", "line_process"),
+    *("doctor_checks", "gaudi_operations"),
     "multi_model_config",
     *(
         "native_kernel",
