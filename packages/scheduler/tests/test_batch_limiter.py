@@ -98,6 +98,27 @@ def test_our_own_groups_are_victims() -> None:
     assert (group.num_tokens_left, group.get_num_kv_blocks()) == (10, 0)
 
 
+def test_an_order_may_give_a_host_all_the_sequences_that_it_can_run() -> None:
+    host = Host(*[1] * 20)
+    limiter = limited(host)
+    host.step(limiter)
+    answers = [limiter.control(BatchControl(max_num_seqs=NUM_SLOTS + more)) for more in (0, 1)]
+    host.step(limiter)
+    host.step(limiter)
+    assert answers[0].result(timeout=60).new_max_num_seqs == NUM_SLOTS
+    with pytest.raises(ControlError, match=f"is above the {NUM_SLOTS} sequences that the host can"):
+        answers[1].result(timeout=60)
+    assert not limiter.has_orders
+
+
+def test_what_a_step_tells_is_at_least_0() -> None:
+    limiter = limited(Host())
+    assert limiter.begin_step(num_prefill_tokens=0, longest_wait_s=0).max_num_seqs == NUM_SLOTS
+    for name in ("num_prefill_tokens", "longest_wait_s"):
+        with pytest.raises(ConfigError, match=f"{name} must be .* of at least 0, got -1"):
+            limiter.begin_step(**{name: -1})
+
+
 def test_an_order_lowers_the_batch_at_once_and_starts_nothing_in_its_step() -> None:
     host = Host(*[1] * 20)
     limiter = limited(host)

@@ -112,6 +112,35 @@ def answer_of(future: Future[BatchControlResult]) -> Answer:
     return str(error), error.field
 
 
+def test_the_largest_batch_of_an_order_is_that_of_a_step() -> None:
+    bench = Bench.of()
+    bench.add("a")
+    assert bench.order(max_num_seqs=64).new_max_num_seqs == 64
+    bench.steps(1)
+    future = bench.scheduler.control(BatchControl(max_num_seqs=65))
+    bench.steps(1)
+    with pytest.raises(ControlError, match="max_num_seqs 65 is above max_num_batched_tokens 64"):
+        future.result(timeout=0)
+
+
+def test_an_order_that_holds_for_no_time_holds_nothing() -> None:
+    bench = Bench.of(force_evict_hold_s=1000.0)
+    for name in "abcd":
+        bench.add(name)
+    bench.steps(2)
+    assert bench.order(force_evict=2, hold_s=0).new_running == 2
+    bench.steps(4)
+    assert bench.scheduler.num_running_seqs == 4
+
+
+def test_the_answer_has_the_watts_of_what_was_evicted() -> None:
+    bench = Bench.of(senses=False)
+    for name in "abcd":
+        bench.add(name)
+    bench.steps(2)
+    assert bench.order(force_evict=3).estimated_watts_saved == pytest.approx(3 * 3.2)
+
+
 @pytest.mark.parametrize("max_num_seqs", [8, 6, None])
 def test_evicted_sequences_stay_away_even_where_max_num_seqs_has_a_place_for_them(
     max_num_seqs: int | None,

@@ -26,6 +26,7 @@ from trencadis.scheduler import (
     StepTiming,
     ThermalGuard,
     UnservableRequest,
+    control,
 )
 from trencadis.scheduler.step_results import StepResults
 from trencadis.scheduler.thermal import VICTIM_ORDERS
@@ -180,6 +181,14 @@ def test_a_scheduler_is_not_copied_because_both_would_schedule_its_requests() ->
 def test_a_text_is_no_list_of_request_ids() -> None:
     with pytest.raises(ControlError, match="abort_and_swap\\(\\) needs request ids, got 'ab'"):
         Scheduler(SchedulerConfig(), blocks()).abort_and_swap("ab")
+
+
+def test_as_many_request_ids_as_a_call_may_have_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MAX_REQUEST_IDS", 3)
+    scheduler = Scheduler(SchedulerConfig(), blocks())
+    assert scheduler.abort_and_swap(["a", "b", "c"]) == ()
+    with pytest.raises(ControlError, match="a list of them, of at most 3"):
+        scheduler.abort_and_swap(["a", "b", "c", "d"])
 
 
 def test_request_ids_without_end_are_refused() -> None:
