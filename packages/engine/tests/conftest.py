@@ -33,6 +33,7 @@ _WITHOUT_DEVICE = (
     *(
         "native_kernel",
         "rank_faults",
+        "rank_parts",
         "ranks",
         "request_stream",
         "rotary",

@@ -28,7 +28,14 @@ from trencadis.engine.devices.hpu.kernels import FusedPromptAttention, prompt_at
 from trencadis.engine.devices.kernel_trial import TOLERANCE, largest_difference
 from trencadis.engine.doctor.check_list import KERNELS
 from trencadis.engine.models.loader import inspect_model
-from trencadis.engine.models.packed_experts import MATRICES, round_experts, scales_of
+from trencadis.engine.models.packed_experts import (
+    MATRICES,
+    are_packed,
+    packed_weight,
+    put_weights,
+    round_experts,
+    scales_of,
+)
 from trencadis.engine.models.packed_weight import PackedWeight, QuantizedLinear, rounded_fp8
 
 STANDIN = Path(__file__).parent / "habana_standin"
@@ -219,6 +226,30 @@ def test_where_one_scale_of_inputs_differs_rows_have_their_own(monkeypatch, capl
     assert type(model[0]) is FP8Linear
     assert model[0].input_scale is None
     assert "fp8_gemm_v2 with one scale of inputs is not used" in caplog.text
+
+
+@pytest.mark.parametrize("usable", [True, False])
+@pytest.mark.parametrize("is_gaudi2", [True, False])
+def test_experts_are_halved_as_layers_are_and_expanded_where_the_kernel_differs(
+    monkeypatch, usable, is_gaudi2
+):
+    if not usable:
+        wrong_trial(monkeypatch)
+    module = mixtral()
+    for matrix in MATRICES:
+        outputs, inputs = getattr(module, matrix).shape[1:]
+        put_weights(module, matrix, [weight_of(outputs, inputs, largest=448)] * 4)
+    weights = {matrix: packed_weight(module, matrix, 3).unpacked() for matrix in MATRICES}
+    use_fp8_products(nn.ModuleList([module]), CPU, torch.float32, is_gaudi2=is_gaudi2)
+    for matrix, weight in weights.items():
+        if usable:
+            found = packed_weight(module, matrix, 3)
+            assert float(found.steps.float().max()) == (224 if is_gaudi2 else 448)
+            # Halves of the smallest numbers may be none of E4M3.
+            torch.testing.assert_close(found.unpacked(), weight, rtol=0.02, atol=1e-3)
+        else:
+            assert torch.equal(getattr(module, matrix)[3], weight)
+            assert not are_packed(module)
 
 
 def test_a_model_without_fp8_is_not_tried(monkeypatch):
