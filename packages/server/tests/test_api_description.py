@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from switching_engine import SwitchingStandIn
+
+from trencadis.server import ServerSettings, create_app
 
 pytestmark = pytest.mark.asyncio
 
@@ -36,6 +39,83 @@ async def test_a_stream_and_every_status_of_a_generation_are_described(client, p
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
     statuses = {"400", "401", "404", "408", "413", "415", "500", "503"}
     assert statuses <= set(responses)
+
+
+BODY_ERRORS = "400 401 408 413"
+"""Those of what takes a body and a key."""
+
+STATUSES = {
+    f"{BODY_ERRORS} 404 415 429 500 503": (
+        "POST /invocations",
+        "POST /pooling",
+        "POST /rerank",
+        "POST /score",
+        "POST /v1/chat/completions",
+        "POST /v1/chat/completions/batch",
+        "POST /v1/completions",
+        "POST /v1/embeddings",
+        "POST /v1/messages",
+        "POST /v1/rerank",
+        "POST /v1/score",
+        "POST /v2/embed",
+        "POST /v2/rerank",
+    ),
+    f"{BODY_ERRORS} 404 409 415 429 500 503": ("POST /v1/responses",),
+    "400 401 404": (
+        "DELETE /v1/files/{file_id}",
+        "DELETE /v1/responses/{response_id}",
+        "GET /v1/batches",
+        "GET /v1/batches/{batch_id}",
+        "GET /v1/files",
+        "GET /v1/files/{file_id}",
+        "GET /v1/files/{file_id}/content",
+        "GET /v1/responses/{response_id}",
+        "GET /v1/responses/{response_id}/input_items",
+        "POST /v1/batches",
+        "POST /v1/batches/{batch_id}/cancel",
+        "POST /v1/files",
+        "POST /v1/responses/{response_id}/cancel",
+    ),
+    f"{BODY_ERRORS} 404 415 500 503": (
+        "POST /detokenize",
+        "POST /tokenize",
+        "POST /v1/messages/count_tokens",
+    ),
+    "401": ("GET /model_info", "GET /server_info", "GET /tokenizer_info", "GET /v1/models"),
+    "401 404": ("GET /v1/models/{name}",),
+    f"{BODY_ERRORS} 403 404 409 415 429 500 503": ("POST /v1/models/switch",),
+    "400 401 403 429 500 503": ("GET /is_sleeping", "POST /sleep", "POST /wake_up"),
+    f"{BODY_ERRORS} 403 404 415 429 503": (
+        "POST /v1/load_lora_adapter",
+        "POST /v1/unload_lora_adapter",
+    ),
+    f"{BODY_ERRORS} 403 429 503": ("POST /v1/admin/batch", "POST /v1/admin/drain"),
+    "401 403 429": ("GET /v1/admin/state",),
+    "401 500 503": ("GET /health_generate",),
+    "503": ("GET /health", "GET /live", "GET /ping", "GET /ready"),
+    "": ("GET /load", "GET /metrics", "GET /version"),
+}
+"""The errors that the description has for each route, besides the default."""
+
+
+async def test_each_route_is_described_with_its_errors(tmp_path):
+    settings = ServerSettings(
+        admin_keys=["boss"],
+        batch_directory=str(tmp_path),
+        enable_tokenizer_info_endpoint=True,
+        lora_directories=[str(tmp_path)],
+        responses_store=True,
+        server_dev_mode=True,
+    )
+    paths = create_app(SwitchingStandIn(), settings).openapi()["paths"]
+    described = {
+        f"{method.upper()} {path}": set(operation["responses"]) - {"200", "default"}
+        for path, methods in paths.items()
+        for method, operation in methods.items()
+    }
+    assert described == {
+        route: set(statuses.split()) for statuses, routes in STATUSES.items() for route in routes
+    }
 
 
 async def test_the_docs_load_nothing_from_another_host(client):

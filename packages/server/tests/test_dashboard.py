@@ -223,6 +223,22 @@ async def test_a_page_that_is_opened_later_shows_what_was_before(
 
 
 @pytest.mark.asyncio
+async def test_the_history_has_ten_minutes(engine: InspectedStandIn, soon: Callable[..., Any]):
+    feed: DashboardFeed = create_app(engine).state.dashboard
+    assert feed.interval_s == 1.0
+    feed.interval_s = 0.0
+    feed.start()
+    await soon(lambda: len(feed._history) >= 600)
+    first_s = feed._history[0].time_s
+    await soon(lambda: feed._history[0].time_s != first_s)
+    page = feed.admit()
+    _, history = parsed((await anext(page.events)).strip())
+    await page.aclose()
+    feed.close()
+    assert len(history["time_s"]) == 600
+
+
+@pytest.mark.asyncio
 async def test_the_state_is_what_a_new_request_would_get(
     engine: InspectedStandIn, watched: Watched
 ):

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ from trencadis.engine import EngineConfig, EngineDead, ModelError
 from trencadis.server import LaunchError, ServerSettings, launch, serve
 from trencadis.server.http.connections import (
     MAX_CONNECTIONS,
+    PROBE_CONNECTIONS,
     default_connection_limit,
     quiet_accept_errors,
 )
@@ -553,9 +555,14 @@ async def test_a_lack_of_descriptors_is_one_log_line_and_other_errors_stay_whole
 
 
 async def test_the_default_number_of_connections_leaves_descriptors_for_the_server():
-    assert default_connection_limit(256) < 256 - 48
+    num_open = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  with that of the list
+    limit = default_connection_limit(1000)
+    assert limit == 1000 - num_open - 48 - PROBE_CONNECTIONS
+    with Path("/dev/null").open(), Path("/dev/null").open():  # noqa: ASYNC230  a device
+        assert default_connection_limit(1000) == limit - 2
     assert default_connection_limit(10) == 1
     assert default_connection_limit(1 << 30) == MAX_CONNECTIONS
+    assert default_connection_limit(resource.RLIM_INFINITY) == MAX_CONNECTIONS
 
 
 async def test_the_admin_api_has_a_port_of_its_own(starting):

@@ -956,6 +956,17 @@ async def test_a_sleep_order_that_is_refused_leaves_the_engine_to_requests(soon)
         assert (await complete(client, "a")).status_code == 200
 
 
+async def test_a_second_sleep_order_that_is_refused_leaves_the_engine_to_the_operator():
+    engine = idle_after(a=1000.0)
+    async with client_of(engine, auto_switch=True) as client:
+        assert (await client.post("/sleep")).status_code == 200
+        engine.sleep_fault = SwitchInProgressError("a switch is under way")
+        assert (await client.post("/sleep?level=2")).status_code == 503
+        answer = await complete(client, "a")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_sleeping")
+        assert engine.is_sleeping
+
+
 @pytest.mark.parametrize("kind", [EngineRestarting, EngineSleeping, EngineUnresponsive])
 async def test_parked_requests_that_meet_an_engine_in_need_are_resumed_soon(engine, kind):
     settings = ServerSettings(auto_switch=True, min_model_stay=20.0)

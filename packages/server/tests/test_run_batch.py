@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from server_process import save_tiny_model
 
-from trencadis.engine import EngineOverloaded
+from trencadis.engine import (
+    BucketMiss,
+    EngineDead,
+    EngineOverloaded,
+    EngineRestarting,
+    EngineUnresponsive,
+)
 from trencadis.server import ServerSettings
 from trencadis.server.cli import main
 from trencadis.server.commands import run_batch as module
@@ -167,6 +173,31 @@ async def test_an_overloaded_engine_is_asked_again(engine):
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EngineRestarting("again", is_refusal=True), None),
+        (EngineDead("for good"), "engine_dead"),
+        (EngineUnresponsive("hangs"), "engine_unresponsive"),
+        (BucketMiss("no program"), "bucket_miss"),
+    ],
+)
+async def test_only_what_may_succeed_later_is_asked_again(engine, error, code):
+    generate, errors = engine.generate, iter([error])
+
+    async def failing_at_first(*args: Any, **fields: Any) -> Any:
+        if (failure := next(errors, None)) is not None:
+            raise failure
+        async for delta in generate(*args, **fields):
+            yield delta
+
+    engine.generate = failing_at_first
+    answer = (await run(engine, [line(1)]))["r1"]["response"]
+    assert answer["status_code"] == (200 if code is None else 503)
+    assert answer["body"].get("error", {}).get("code") == code
+
+
+@pytest.mark.asyncio
 async def test_an_output_that_cannot_be_written_ends_the_run(engine):
     class Full(io.BytesIO):
         def write(self, _: Any) -> int:
@@ -213,6 +244,34 @@ def test_flags_of_tools_and_reasoning_reach_the_app(monkeypatch, tmp_path):
         enable_auto_tool_choice=True,
     )
     assert found == [given, ServerSettings()]
+
+
+@pytest.mark.parametrize(
+    ("counts", "code"),
+    [
+        ((0, 0, 0), 0),
+        ((3, 0, 0), 0),
+        ((3, 2, 0), 0),
+        ((3, 3, 0), 1),
+        ((1, 1, 0), 1),
+        ((3, 1, 1), 1),
+        ((3, 3, 3), 1),
+    ],
+)
+def test_the_exit_code_is_1_where_all_lines_failed_or_one_has_no_name(
+    monkeypatch, capsys, tmp_path, counts, code
+):
+    async def done(*_: Any) -> module.BatchCounts:
+        return module.BatchCounts(*counts)
+
+    monkeypatch.setattr(module, "run_batch", done)
+    target = str(tmp_path / "out.jsonl")
+    files = ("-i", str(tmp_path / "in.jsonl"), "-o", target)
+    assert main(["run-batch", *files, "./model"]) == code
+    said = capsys.readouterr().out
+    answered, failed, unnamed = counts
+    assert f"{answered} requests answered in {target}, {failed} of them with an error" in said
+    assert ("have no custom_id" in said) == bool(unnamed)
 
 
 @pytest.mark.slow

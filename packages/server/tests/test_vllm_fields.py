@@ -102,6 +102,11 @@ async def test_a_client_names_its_request(client, engine, stream):
     assert answer.headers["x-request-id"] == "cmpl-my-2"
     names = [request_id for _, _, request_id, _ in engine.requests]
     assert len(set(names)) == 5, "the engine tells requests of one name apart"
+    longest = "x" * 128
+    answer = await client.post(
+        "/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": longest}
+    )
+    assert answer.headers["x-request-id"] == longest
     refused = await client.post("/v1/completions", json={}, headers={"X-Request-Id": "my-3"})
     assert (refused.status_code, refused.headers["x-request-id"]) == (400, "my-3")
 
