@@ -27,7 +27,16 @@ SESSION_DEVICE = os.environ.get("TRENCADIS_TEST_DEVICE")
 real one, without the tests that need what the stand-in counts."""
 
 _WITHOUT_DEVICE = (
-    *("channel", "cpu_threads", "detokenizer", "doctor", "heat", "heat_switches", "line_process"),
+    *(
+        "channel",
+        "cpu_threads",
+        "detokenizer",
+        "doctor",
+        "engine_front",
+        "heat",
+        "heat_switches",
+        "line_process",
+    ),
     *("doctor_checks", "gaudi_operations"),
     "multi_model_config",
     *(
