@@ -1,0 +1,1 @@
+"""The few names of SGLang that `trencadis.scheduler.sglang` imports."""

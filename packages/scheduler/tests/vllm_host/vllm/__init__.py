@@ -1,0 +1,1 @@
+"""The few names of vLLM that `trencadis.scheduler.vllm` imports."""
