@@ -181,8 +181,19 @@ def test_what_finishes_or_has_finished_is_not_retracted(host: ModuleType) -> Non
     server.scheduler.update_running_batch(server.running)
     assert server.names() == ["r0", "r2", "r3"]
     assert server.scheduler.retracted == ["r1"]
+    server.scheduler.finishing = []
     server.scheduler.update_running_batch(server.running)
-    assert server.scheduler.retracted == ["r1"]
+    assert server.scheduler.retracted == ["r1"], "the next step decides anew"
+
+
+def test_a_full_batch_is_tried_again_only_where_the_limit_has_risen(host: ModuleType) -> None:
+    server = Server(host)
+    for order, is_full in ((None, True), (4, True), (None, False), (None, True)):
+        if order is not None:
+            server.scheduler.batch_control(max_num_seqs=order)  # its step starts nothing
+        server.running.batch_is_full = True
+        server.step()
+        assert server.running.batch_is_full is is_full
 
 
 def test_nothing_is_retracted_where_all_that_leave_finish(host: ModuleType) -> None:
