@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
+import itertools
 import json
 import re
 import threading
 import time
 import tracemalloc
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from official_client import client_of
+from openai.types import Batch
 from server_process import ServerProcess, save_tiny_model
 from stand_in_engine import StandInEngine
 from switching_engine import SwitchingStandIn
@@ -27,7 +30,7 @@ from trencadis.engine import ConfigError, EngineRestarting
 from trencadis.server import ServerSettings, create_app
 from trencadis.server import app as app_module
 from trencadis.server.batches import batch_line, batch_runner, file_store
-from trencadis.server.batches.file_store import AnswerFiles
+from trencadis.server.batches.file_store import AnswerFiles, BatchStore
 from trencadis.server.errors import ApiError
 from trencadis.server.http.multipart import FormReader
 from trencadis.server.routes import batches as routes_of_batches
@@ -237,6 +240,192 @@ async def test_a_file_that_stops_to_arrive_is_given_up(batching, tmp_path):
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"request_timeout" in answer
         assert [path.name for path in (tmp_path / "b").iterdir()] == ["lock"]
+
+
+@pytest.mark.asyncio
+async def test_a_file_of_the_limit_is_kept_and_one_byte_more_is_not(batching, monkeypatch):
+    monkeypatch.setattr(file_store, "MAX_FILE_BYTES", 100)
+    head = (
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    )
+    form = head + b"{}".ljust(100) + b"\r\n--b--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    async with batching() as client, httpx.AsyncClient(base_url=str(client.base_url)) as http:
+        for content, status in (
+            (form, 200),
+            (form.replace(b"{}", b"{} "), 413),
+            # What surrounds a file has a bound, too.
+            ((b"\r\n" + form).rjust(100 + 65_536, b"x"), 200),
+            ((b"\r\n" + form).rjust(100 + 65_537, b"x"), 413),
+        ):
+            answer = await http.post("files", content=content, headers=headers)
+            assert answer.status_code == status, answer.text
+            if status == 413:
+                assert answer.json()["error"]["param"] == "file"
+                assert answer.headers["connection"] == "close"
+        assert [file.bytes for file in (await client.files.list()).data] == [100, 100]
+
+
+@pytest.mark.asyncio
+async def test_names_and_fields_of_a_form_have_bounds(batching):
+    async with batching() as client, httpx.AsyncClient(base_url=str(client.base_url)) as http:
+        content = jsonl(line(1))
+        for name, kept in (("x" * 255, "x" * 255), ("x" * 256, "x" * 255), ("a\u202eb", "ab")):
+            file = await client.files.create(file=(name, content), purpose="batch")
+            assert file.filename == kept
+        for size, words in ((4096, "purpose must be batch"), (4097, "'purpose' is too long")):
+            answer = await http.post(
+                "files", files={"file": ("a", content)}, data={"purpose": "p" * size}
+            )
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(words)
+        twice = [("file", ("a", content))] * 2
+        answer = await http.post("files", files=twice, data={"purpose": "batch"})
+        assert answer.json()["error"]["message"] == "the form has 'file' twice"
+
+
+@pytest.mark.asyncio
+async def test_a_file_of_50000_lines_is_taken(batching):
+    async with batching() as client:
+        file = await client.files.create(file=("a", b"{}\n" * 50_000), purpose="batch")
+        assert file.bytes == 150_000
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b"bc", b" ", b"\r", b"\n", b"\n\n"]), max_size=40).map(
+        b"".join
+    ),
+    st.integers(1, 6),
+)
+def test_lines_are_numbered_and_those_above_the_bound_have_no_text(content, most):
+    expected = [
+        (number, text if len(text) <= most else None)
+        for number, text in enumerate(io.BytesIO(content), 1)
+        if text.strip() or len(text) > most
+    ]
+    assert list(batch_line.lines_of(io.BytesIO(content), most)) == expected
+
+
+def test_the_errors_of_a_file_are_listed_up_to_100(tmp_path):
+    path, stop = tmp_path / "in", threading.Event()
+
+    def checked(*lines: Any) -> tuple[int, list[Any]]:
+        path.write_bytes(jsonl(*lines))
+        return batch_runner.check_input(path, CHAT, 4096, stop)
+
+    total, errors = checked(*[b"{"] * 99, line(1))
+    assert (total, len(errors)) == (100, 99)
+    _, errors = checked(*[b"{"] * 150)
+    assert [error.line for error in errors] == list(range(1, 101))
+    longest = line(1) | {"custom_id": "x" * 512}
+    assert checked(longest, line(2)) == (2, [])
+    _, (error,) = checked(longest | {"custom_id": "x" * 513}, line(2))
+    assert (error.code, error.line, error.param) == ("invalid_request", 1, "custom_id")
+    _, (error,) = checked(line(1), line(2), line(1))
+    assert (error.code, error.line, error.param) == ("duplicate_custom_id", 3, "custom_id")
+    total, (error,) = checked()
+    assert (total, error.code, error.line) == (0, "empty_file", None)
+
+
+def test_a_file_of_more_lines_than_the_limit_is_one_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_runner, "MAX_LINES", 3)
+    path, stop = tmp_path / "in", threading.Event()
+    path.write_bytes(jsonl(*map(line, range(3))))
+    assert batch_runner.check_input(path, CHAT, 4096, stop) == (3, [])
+    path.write_bytes(jsonl(*map(line, range(9))))
+    total, (error,) = batch_runner.check_input(path, CHAT, 4096, stop)
+    assert (total, error.code, error.line) == (4, "too_many_requests", None)
+
+
+def refusal(arriving: ExitStack, store: BatchStore, owner: str) -> tuple[int, str | None]:
+    """Status and code of the error of one more file."""
+    with pytest.raises(ApiError) as caught:
+        arriving.enter_context(store.upload(owner))
+    return caught.value.status, caught.value.code
+
+
+def test_of_the_files_that_arrive_at_once_a_key_has_half(tmp_path):
+    store = BatchStore(tmp_path)
+    with ExitStack() as arriving:
+        for _ in range(4):
+            arriving.enter_context(store.upload("ann"))
+        assert refusal(arriving, store, "ann") == (503, "too_many_bodies")
+        for _ in range(4):
+            arriving.enter_context(store.upload("bob"))
+        assert refusal(arriving, store, "eve") == (503, "too_many_bodies")
+    with ExitStack() as arriving:  # without keys all clients are one
+        for _ in range(8):
+            arriving.enter_context(store.upload(""))
+        assert refusal(arriving, store, "") == (503, "too_many_bodies")
+    with ExitStack() as arriving:
+        for owner in ("ann", "") * 4:
+            arriving.enter_context(store.upload(owner))
+    store.close()
+
+
+def test_files_that_arrive_count_as_those_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_store, "MAX_FILES", 2)
+    store = BatchStore(tmp_path)
+    with ExitStack() as arriving:
+        for _ in range(2):
+            arriving.enter_context(store.upload("ann"))
+        assert refusal(arriving, store, "ann") == (429, "rate_limit_exceeded")
+        arriving.enter_context(store.upload("bob"))
+    monkeypatch.setattr(file_store, "MAX_KEY_BYTES", 2 * file_store.MAX_FILE_BYTES + 1)
+    monkeypatch.setattr(file_store, "MAX_FILES", 9)
+    with ExitStack() as arriving:
+        for _ in range(3):
+            arriving.enter_context(store.upload("ann"))
+        assert refusal(arriving, store, "ann") == (429, "rate_limit_exceeded")
+    monkeypatch.setattr(file_store, "MAX_KEY_BYTES", 2 * file_store.MAX_FILE_BYTES)
+    with ExitStack() as arriving:
+        for _ in range(2):
+            arriving.enter_context(store.upload("ann"))
+        assert refusal(arriving, store, "ann") == (429, "rate_limit_exceeded")
+    store.close()
+
+
+def new_batch(number: int, **fields: Any) -> Batch:
+    needed = {"completion_window": "24h", "endpoint": CHAT, "input_file_id": "file-1"}
+    needed |= {"object": "batch", "status": "validating", "created_at": number}
+    return Batch(id=f"batch_{number:032x}", **(needed | fields))
+
+
+@pytest.mark.asyncio
+async def test_of_the_batches_that_have_not_ended_a_key_has_a_quarter(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_store, "MAX_UNFINISHED", 8)
+    store = BatchStore(tmp_path)
+    numbers = itertools.count()
+    for owner in ("ann", "bob", "eve"):
+        for _ in range(2):
+            await store.add_batch(owner, new_batch(next(numbers)))
+        with pytest.raises(ApiError, match="2 batches have not ended") as caught:
+            await store.add_batch(owner, new_batch(next(numbers)))
+        assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
+    for _ in range(2):
+        await store.add_batch("", new_batch(next(numbers)))
+    for owner in ("", "joe"):
+        with pytest.raises(ApiError, match="batches have not ended"):
+            await store.add_batch(owner, new_batch(next(numbers)))
+    assert len(store.unfinished) == 8
+    store.close()
+
+
+@pytest.mark.asyncio
+async def test_the_oldest_of_a_keys_ended_batches_is_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_store, "MAX_ENDED", 2)
+    store = BatchStore(tmp_path)
+    for number in range(5):
+        batch = await store.add_batch("ann", new_batch(number))
+        store.set_batch(batch.batch.id, status="completed")
+        await store.save_batch(batch.batch.id)
+        kept = [each.batch.created_at for each in store.batches.values()]
+        assert kept == list(range(max(0, number - 2), number + 1))
+    store.close()
+    store = BatchStore(tmp_path)
+    assert [each.batch.created_at for each in store.batches.values()] == [2, 3, 4]
+    store.close()
 
 
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=4), st.integers(1, 50))
