@@ -152,6 +152,16 @@ def test_a_number_of_sequences_above_the_budget_is_tried_again_after_the_retry_t
     assert caps.count(27) in {8, 9, 10}  # 600 seconds
 
 
+def test_the_cap_takes_half_of_the_distance_to_what_exceeded_the_budget() -> None:
+    """Eight sequences draw little, a ninth wakes something."""
+    policy, view = PowerBudgetPolicy(budget_w=400.0, retry_s=60.0), View()
+    caps = serve(policy, view, lambda n: (100.0 if n <= 8 else 1000.0) + n / 100, 24)
+    grows, halves, retries = caps[:5], caps[5:9], caps[9:]
+    assert grows == [2, 3, 5, 8, 12], "by half of what runs"
+    assert halves == [8, 10, 8, 9]
+    assert retries == [8] * 12 + [9, 8, 8]
+
+
 def test_the_cap_follows_sequences_that_become_more_expensive() -> None:
     policy, view = PowerBudgetPolicy(budget_w=400.0), View()
     serve(policy, view, quiet_start, 15)
