@@ -206,6 +206,23 @@ def test_a_file_of_something_else_is_refused(engine, tmp_path, content, message)
         create_app(engine, ServerSettings(api_key_file=str(path)))
 
 
+def test_a_file_of_keys_has_a_megabyte_at_most(engine, key_file):
+    key = "ann sk-secret\n"
+    create_app(engine, ServerSettings(api_key_file=key_file(key.ljust(1 << 20, "#"))))
+    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+        create_app(engine, ServerSettings(api_key_file=key_file(key.ljust((1 << 20) + 1, "#"))))
+
+
+@pytest.mark.parametrize("name", ["a" * 64, "a", "A-b_c.d@e", "7"])
+@pytest.mark.asyncio
+async def test_a_name_has_up_to_64_letters_and_digits(engine, key_file, name):
+    path = key_file(f"\n  # a comment\n {name}\t sk-key \n\n")
+    async with connect(engine, api_key_file=path, fair_share="key") as client:
+        answer = await client.post("/v1/completions", json=BODY, headers=bearer("sk-key"))
+    assert answer.status_code == 200
+    assert engine.clients == [name]
+
+
 def test_a_missing_file_is_one_line_before_the_model_is_loaded(capsys, tmp_path):
     assert main(["m", "--api-key-file", str(tmp_path / "none"), "--port", "0"]) == 1
     assert "cannot be read: No such file" in capsys.readouterr().err

@@ -26,9 +26,10 @@ from server_process import ServerProcess, save_tiny_model
 from stand_in_engine import StandInEngine
 from switching_engine import SwitchingStandIn
 
-from trencadis.engine import ConfigError, EngineRestarting
+from trencadis.engine import ConfigError, EngineRestarting, InvalidRequest
 from trencadis.server import ServerSettings, create_app
 from trencadis.server import app as app_module
+from trencadis.server.api.batches import page
 from trencadis.server.batches import batch_line, batch_runner, file_store
 from trencadis.server.batches.file_store import AnswerFiles, BatchStore
 from trencadis.server.errors import ApiError
@@ -454,6 +455,95 @@ def test_a_form_without_end_of_headers_is_bounded():
     with pytest.raises(ApiError, match="headers of a part"):
         for _ in range(100):
             list(form.feed(b"--b\r\n" + b"x" * 1000))
+
+
+def one_part(boundary: str = "b", headers: bytes = b"", name: str = "a") -> bytes:
+    mark = f"--{boundary}\r\n".encode()
+    return mark + headers + f'Content-Disposition: form-data; name="{name}"\r\n\r\n1'.encode()
+
+
+@pytest.mark.parametrize(("length", "is_taken"), [(1, True), (200, True), (201, False)])
+def test_a_boundary_has_up_to_200_characters(length, is_taken):
+    boundary = "b" * length
+    if is_taken:
+        form = FormReader(f"multipart/form-data; boundary={boundary}")
+        body = one_part(boundary) + f"\r\n--{boundary}--".encode()
+        assert list(form.feed(body)) == [("a", None), b"1"]
+        assert form.is_complete
+    else:
+        with pytest.raises(ApiError, match="1 to 200 ASCII"):
+            FormReader(f"multipart/form-data; boundary={boundary}")
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("application/json", 415),
+        ("multipart/mixed; boundary=b", 415),
+        ("multipart/form-data", 415),
+        ('multipart/form-data; boundary=""', 400),
+        ("multipart/form-data; boundary=é", 400),
+    ],
+)
+def test_a_form_needs_a_type_and_a_boundary(content_type, status):
+    with pytest.raises(ApiError) as caught:
+        FormReader(content_type)
+    assert caught.value.status == status
+
+
+def test_a_form_has_up_to_16_parts():
+    form = FormReader("multipart/form-data; boundary=b")
+    parts = b"\r\n".join(one_part(name=f"n{n}") for n in range(16))
+    assert len(list(form.feed(parts + b"\r\n--b--"))) == 32
+    form = FormReader("multipart/form-data; boundary=b")
+    with pytest.raises(ApiError, match="more than 16 parts"):
+        list(form.feed(parts + b"\r\n" + one_part(name="n16") + b"\r\n--b--"))
+
+
+@pytest.mark.parametrize("step", [1, 20_000])
+def test_the_headers_of_a_part_have_up_to_8192_bytes(step):
+    least = len(one_part()) - len(b"--b\r\n\r\n\r\n1")
+    for length, is_taken in ((8192, True), (8193, False)):
+        padding = b"X: ".ljust(length - least - 4, b"x") + b"\r\n"
+        body = one_part(headers=padding)
+        assert body.index(b"\r\n\r\n") - len(b"--b") == length
+        form = FormReader("multipart/form-data; boundary=b")
+        pieces = [body[at : at + step] for at in range(0, len(body), step)]
+        if is_taken:
+            assert next(each for piece in pieces for each in form.feed(piece)) == ("a", None)
+        else:
+            with pytest.raises(ApiError, match="more than 8192 bytes"):
+                [each for piece in pieces for each in form.feed(piece)]
+
+
+@given(st.integers(0, 7), st.integers(1, 9))
+def test_pages_of_a_list_have_each_item_once(count, limit):
+    items = [new_batch(number) for number in range(count)]
+    after, found = None, []
+    while True:
+        listed = page(items, after, limit)
+        found += [each["id"] for each in listed["data"]]
+        ids = [each["id"] for each in listed["data"]] or [None]
+        assert (listed["first_id"], listed["last_id"]) == (ids[0], ids[-1])
+        after = listed["last_id"]
+        if not listed["has_more"]:
+            break
+        assert len(listed["data"]) == limit
+    assert found == [item.id for item in items]
+
+
+def test_a_page_after_nothing_of_the_list_is_an_error():
+    with pytest.raises(InvalidRequest, match="'file-7' is none of this list") as caught:
+        page([new_batch(1)], "file-7", 5)
+    assert caught.value.field == "after"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("path", "most"), [("files", 10_000), ("batches", 100)])
+async def test_a_page_has_a_bound(batching, path, most):
+    async with batching() as client, httpx.AsyncClient(base_url=str(client.base_url)) as http:
+        for limit, status in ((0, 400), (1, 200), (most, 200), (most + 1, 400)):
+            assert (await http.get(path, params={"limit": limit})).status_code == status
 
 
 def test_what_follows_a_whole_form_is_not_kept():

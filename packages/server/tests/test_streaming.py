@@ -40,6 +40,29 @@ async def test_events_are_sent_when_they_are_generated(url, engine):
     assert num_events == 8
 
 
+@pytest.mark.parametrize(
+    ("path", "logprobs"), [(CHAT, {"logprobs": True}), ("/v1/completions", {"logprobs": 1})]
+)
+async def test_a_token_without_text_is_sent_for_what_is_asked_of_it_alone(
+    client, engine, path, logprobs
+):
+    engine.script = ["a", "", "b"]
+    prompt = {"prompt": "x"} if path != CHAT else HELLO
+    for fields, field, num_sent in (
+        (logprobs, "logprobs", 3),
+        ({"return_token_ids": True}, "token_ids", 3),
+        (logprobs | {"return_token_ids": True}, "logprobs", 3),
+        ({}, None, 2),
+    ):
+        answer = await client.post(path, json={**prompt, **fields, "stream": True})
+        chunks = [json.loads(each[6:]) for each in answer.text.split("\n\n")[:-2]]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        opening = int(path == CHAT)  # a chunk with the role
+        assert len(choices) == num_sent + opening
+        if field is not None:
+            assert all(choice[field] for choice in choices[opening:])
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("reason", ["END", 77, None])
 async def test_a_choice_tells_what_stopped_it_as_in_vllm_and_sglang(client, engine, path, reason):

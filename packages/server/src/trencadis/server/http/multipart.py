@@ -66,7 +66,9 @@ class FormReader:
                     self._rest = b""
                     return
             at = self._rest.find(b"\r\n\r\n")
-            if at > MAX_HEADER_BYTES or (at < 0 and len(self._rest) > MAX_HEADER_BYTES):
+            # Up to three bytes may be the beginning of what ends them.
+            num_bytes = at if at >= 0 else len(self._rest) - 3
+            if num_bytes > MAX_HEADER_BYTES:
                 raise _broken(f"the headers of a part have more than {MAX_HEADER_BYTES} bytes")
             if at < 0:
                 return
