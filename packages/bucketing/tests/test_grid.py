@@ -320,10 +320,10 @@ def test_a_size_of_0_costs_as_much_as_one_of_1_and_the_smaller_bucket_is_found()
     assert grid.padding((64, 0)) == grid.padding((64, 1)) == 1.0
 
 
-def test_a_long_axis_finds_its_last_size() -> None:
-    grid = BucketGrid({"n": range((1 << 16) + 1)})  # positions that need four bytes
-    assert grid.find((1 << 16,)) == Bucket(("n",), (1 << 16,))
-    assert grid.find(((1 << 16) + 1,)) is None
+@pytest.mark.parametrize("length", [1 << 16, (1 << 16) + 1])
+def test_the_last_position_of_a_long_axis_is_found(length: int) -> None:
+    positions = lookup_table.positions(range(length))  # of two bytes each, or of four
+    assert (positions[0], positions[length - 1]) == (0, length - 1)
 
 
 def test_a_grid_may_have_as_many_cells_as_are_tabulated(monkeypatch: pytest.MonkeyPatch) -> None:
