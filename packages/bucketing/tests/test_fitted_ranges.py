@@ -313,6 +313,27 @@ def test_a_budget_beyond_all_candidates_is_no_more_work(tail: float) -> None:
     assert axes == ((1, 2, 3, 4), (256, 384, 512, 1024))
 
 
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 1000), st.integers(1, 100_000), st.integers(1, 1000)),
+        min_size=2,
+        max_size=6,
+    ),
+    st.integers(1, 9),
+)
+def test_weights_whose_sums_exceed_64_bits_fit_as_smaller_ones(
+    batches: list[tuple[int, int, int]], budget: int
+) -> None:
+    rows = [[first, second] for first, second, _ in batches]
+    small, large = (
+        fitted_axes(
+            rows, (1, 100), (1000, 100_000), budget, [weight << shift for *_, weight in batches]
+        )
+        for shift in (0, 30)
+    )
+    assert small == large
+
+
 def test_sums_above_64_bits_are_no_negative_costs() -> None:
     rows = [[1, 100], [1000, 100_000]]
     for weights in ([1 << 40, 1 << 40], [1e300, 1e300]):
