@@ -20,7 +20,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from trencadis.engine import ConfigError
-from trencadis.engine.devices.hpu import cached_rows, experts, fp8_linear, kernel_trials
+from trencadis.engine.devices.hpu import cached_rows, experts, fp8_linear, kernel_trials, kernels
 from trencadis.engine.devices.hpu.cached_rows import LARGEST, CachedRows, as_kept, as_read
 from trencadis.engine.devices.hpu.experts import ExpertSizes, num_chosen
 from trencadis.engine.devices.hpu.fp8_linear import FP8Linear, use_fp8_products
@@ -531,3 +531,68 @@ def test_a_kernel_that_a_release_lacks_is_named(name, lost, said, tmp_path, monk
     if lost == "kernels":
         with pytest.raises(kernel_trials.MissingKernelError, match=said):
             trials[name]()
+
+
+class OnGaudi(torch.Tensor):
+    """A tensor of the host that says that it is on a Gaudi."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("hpu")
+
+
+def rotary_of(**changes: Any) -> tuple[list[torch.Tensor], int, int]:
+    """What is rotated, and how often by the kernel and by what it replaces."""
+    torch.manual_seed(0)
+    sizes = {"batch": 1, "width": 16, "rotated": 16, "unsqueeze_dim": 1, "kind": OnGaudi, **changes}
+    calls = [0, 0]
+    kernel = sys.modules["habana_frameworks.torch.hpex.kernels"].apply_rotary_pos_emb
+
+    def by_kernel(*given: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return kernel(*given)
+
+    def replaced(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        calls[1] += 1
+        assert unsqueeze_dim == sizes["unsqueeze_dim"]
+        return q, k
+
+    tokens = torch.outer(torch.arange(6.0), torch.rand(sizes["rotated"] // 2)).repeat(1, 2)
+    angles = tokens.expand(sizes["batch"], -1, -1)
+    query, key = (torch.randn(sizes["batch"], heads, 6, sizes["width"]) for heads in (4, 2))
+    given = [x.as_subclass(sizes["kind"]) for x in (query, key, angles.cos(), angles.sin())]
+    fused = kernels.FusedRotary(by_kernel, replaced)
+    found = fused(*given, unsqueeze_dim=sizes["unsqueeze_dim"])
+    if calls[0]:
+        expected = kernel_trials._rotate(query, key, angles.cos(), angles.sin())
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own.as_subclass(torch.Tensor), other)
+    return found, *calls
+
+
+@pytest.mark.parametrize(
+    ("changes", "by_kernel"),
+    [
+        ({}, 2),
+        ({"batch": 2}, 0),
+        ({"rotated": 8}, 0),
+        ({"unsqueeze_dim": 2}, 0),
+        ({"kind": torch.Tensor}, 0),
+    ],
+)
+def test_heads_are_rotated_by_the_kernel_on_a_gaudi_where_it_takes_them(changes, by_kernel):
+    _, calls, replaced = rotary_of(**changes)
+    assert (calls, replaced) == (by_kernel, 0 if by_kernel else 1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize("queries", [1, 2, 3, 4])
+def test_attention_without_a_kernel_has_groups_of_heads(heads, kv_heads, queries):
+    """Whatever the number of queries is, as that of heads or another."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, heads, queries, 8), torch.randn(2, kv_heads, queries, 8)
+    found = prompt_attention(query, key, key, 0.3, None, None)
+    whole = key.repeat_interleave(heads // kv_heads, 1)
+    scores = query @ whole.transpose(2, 3) * 0.3
+    scores = scores.masked_fill(torch.ones(queries, queries).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(found, scores.softmax(-1) @ whole)

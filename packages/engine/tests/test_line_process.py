@@ -16,6 +16,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trencadis.engine.errors import ProcessUnresponsive, RequestFailed
+from trencadis.engine.front import template_process
 from trencadis.engine.front.chat_renderer import ChatRenderer
 from trencadis.engine.line_process import LineProcess
 
@@ -261,6 +262,26 @@ def test_a_stopped_renderer_fails_within_seconds_and_is_replaced(
         assert renderer.render(arguments, quick) == {"text": "hello"}
     finally:
         renderer.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        (-signal.SIGSEGV, {"error": "they are nested too deep"}),
+        (-signal.SIGBUS, {"error": "they are nested too deep"}),
+        (-signal.SIGABRT, {"error": "rendering them takes more than 512 MiB"}),
+        (3, {"error": "rendering them takes more than 512 MiB"}),
+        (1, {"error": "the process that renders it ended with exit code 1"}),
+        (
+            -signal.SIGPROF,
+            {"error": "rendering them takes too much processor time", "timed_out": ""},
+        ),
+    ],
+)
+def test_how_a_fork_ends_tells_why_a_conversation_is_not_rendered(
+    code: int, answer: dict[str, str]
+) -> None:
+    assert template_process._failure(code) == answer
 
 
 def test_a_process_that_ends_is_replaced(echo: LineProcess) -> None:

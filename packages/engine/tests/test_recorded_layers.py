@@ -38,8 +38,16 @@ from trencadis.engine.devices.cpu.native_calls import (
 )
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
-from trencadis.engine.devices.cpu.tiled_linear import TiledLinear, load_linear_kernel
+from trencadis.engine.devices.cpu.router_products import load_router_functions
+from trencadis.engine.devices.cpu.tiled_linear import (
+    ByteLinear,
+    IntegerLinear,
+    TiledLinear,
+    load_byte_kernel,
+    load_linear_kernel,
+)
 from trencadis.engine.models.compiled_forward import OuterParts
+from trencadis.engine.models.packed_weight import PackedWeight, QuantizedLinear
 from trencadis.engine.models.paged_context import DecodeContext
 
 from .conftest import SESSION_DEVICE, save_tiny_model
@@ -154,6 +162,80 @@ def test_call_lists_share_memory_that_grows(replayer: Replayer) -> None:
         given = chain.rows(rows)
         scratch.clear()
         assert torch.equal(chain.again(given), chain.expected(given))
+
+
+def packed_layer(kind: type, steps: torch.dtype, groups: int) -> Any:
+    """A layer of 64 inputs and 40 outputs."""
+    columns = 32 if steps is torch.uint8 else 64
+    integers = torch.randint(0, 256, (40, columns), dtype=torch.uint8).view(steps)
+    weight = PackedWeight(integers, torch.rand(40, groups) / 100)
+    return kind(QuantizedLinear(weight, nn.Parameter(torch.randn(40).bfloat16())))
+
+
+def product_of(dtype: torch.dtype) -> Any:
+    load_router_functions()
+    weight = torch.randn(40, 64, dtype=dtype)
+    return (lambda rows: torch.ops.trencadis.plain_product(rows[0].to(dtype), weight)), (weight,)
+
+
+KERNELS: dict[str, Callable[[], Any]] = {
+    "bf16": lambda: TiledLinear(nn.Linear(64, 40, dtype=torch.bfloat16)),
+    **{
+        f"{kind.__name__} {steps} {groups}": lambda kind=kind, steps=steps, groups=groups: (
+            packed_layer(kind, steps, groups)
+        )
+        for kind in (IntegerLinear, ByteLinear)
+        for steps in (torch.int8, torch.uint8)
+        for groups in (1, 2)
+    },
+    "product": lambda: product_of(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("count", [1, 7])
+def test_each_kernel_notes_one_call_that_can_be_made_again(
+    replayer: Replayer, name: str, count: int
+) -> None:
+    try:
+        for steps in (torch.int8, torch.uint8):
+            load_byte_kernel(steps)
+            load_linear_kernel(weights=steps)
+    except NoKernel:
+        pytest.skip("this processor has no kernel")
+    torch.manual_seed(0)
+    made = KERNELS[name]()
+    if isinstance(made, nn.Module):
+        compute, fixed = made, (*made.buffers(), *made.parameters())
+    else:
+        compute, fixed = made
+    first, second = torch.randn(2, 1, count, 64).bfloat16()
+    with torch.inference_mode():
+        expected = compute(second)
+        with recorded() as recording:
+            result = compute(first)
+        assert len(recording.calls) == 1
+        compute(second)
+        assert len(recording.calls) == 1, "not after the context"
+    calls = CallList(fixed, replayer, Scratch())
+    calls.add(recording, (first,), result)
+    calls.finish()
+    nothing = np.zeros((0, 0), dtype=np.int64)
+    for given, wanted in ((first, result), (second, expected)):
+        assert torch.equal(calls.run((given,), nothing)[1], wanted)
+
+
+def test_the_largest_of_rows_note_their_call() -> None:
+    load_router_functions()
+    rows = torch.randn(3, 9)
+    with recorded() as recording:
+        values, indices = torch.ops.trencadis.largest_of_rows(rows, 2)
+    expected = rows.topk(2)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(indices, expected.indices)
+    [call] = recording.calls
+    assert call.arguments[-4:-1] == (3, 9, 2)
+    assert [id(each) for each in recording.tensors] == [id(values), id(indices)]
 
 
 def test_what_is_computed_by_others_cannot_be_recorded(replayer: Replayer) -> None:

@@ -93,6 +93,20 @@ def test_a_captured_bucket_is_replayed_until_it_is_released() -> None:
     assert (runtime.replays, runtime.launches) == (1, 3)
 
 
+def test_what_the_host_does_while_the_device_computes_does_not_count() -> None:
+    device = Device()
+    runtime, host_s = device.runtime, device.costs.host_s(4)
+    runtime.execute(Phase.DECODE, DECODE)
+    for hidden in (0.0, 0.25, 1.0, 3.0):
+        runtime.synchronize()
+        runtime._occupy(hidden * host_s)
+        counted_s, now_s = runtime.times.host_s, device.clock()
+        runtime.schedule(4)
+        assert device.clock() - now_s == pytest.approx(host_s)
+        left = max(0.0, 1 - hidden)
+        assert runtime.times.host_s - counted_s == pytest.approx(left * host_s, abs=1e-12)
+
+
 def test_the_phases_of_equal_buckets_are_two() -> None:
     """A host's two grids may have the same axes."""
     device, bucket = Device(), Bucket(("batch", "blocks"), (1, 8))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.mamba2 import modeling_mamba2
@@ -131,3 +132,88 @@ def test_layers_that_call_an_unknown_function_are_not_static() -> None:
     assert are_static(names)
     assert not are_static(names | {"another_scan"})
     assert not are_static(frozenset())
+
+
+def inputs(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_convolution_reads_each_input_with_those_before(
+    width: int, activation: str | None, bias: bool, dtype: torch.dtype
+) -> None:
+    known, taps = inputs(2, 3, 7).to(dtype), inputs(3, width).to(dtype)
+    added = inputs(3).to(dtype) if bias else None
+    functions = StaticFunctions()
+    out = functions.causal_conv1d_fn(known, taps, added, activation)
+    assert (out.dtype, out.shape) == (dtype, (2, 3, 8 - width))
+    wide = None if added is None else added.float()
+    expected = F.conv1d(known.float(), taps.float().unsqueeze(1), wide, groups=3)
+    expected = expected if activation is None else F.silu(expected)
+    torch.testing.assert_close(out, expected.to(dtype))
+    # Token by token, from a state that has as many inputs before as the width, or one less.
+    for kept in {width - 1, width} - {0}:
+        state = known[:, :, :kept].clone()
+        for token in range(kept, 7):
+            one = functions.causal_conv1d_update(
+                known[:, :, token : token + 1], state, taps, added, activation
+            )
+            place = token - width + 1
+            torch.testing.assert_close(one, out[:, :, place : place + 1])
+            assert torch.equal(state, known[:, :, token + 1 - kept : token + 1])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_what_a_model_leaves_out_of_mamba_2_is_left_out(groups: int) -> None:
+    rows, length, heads, width, size = 2, 70, 4, 8, 6
+    x, dt = inputs(rows, length, heads, width), inputs(rows, length, heads).abs()
+    a, b, c = (
+        -inputs(heads).abs(),
+        inputs(rows, length, groups, size),
+        inputs(rows, length, groups, size, seed=1),
+    )
+    functions = StaticFunctions()
+    out, states = functions.mamba2_chunk_scan(x, dt, a, b, c, 16)
+    expected, state = modeling_mamba2.mamba2_chunk_scan(
+        x, dt, a, b, c, 16, return_final_states=True
+    )
+    close(out, expected)
+    close(states, state)
+    one, of_head = inputs(rows, heads, width), -inputs(heads, width, size).abs()
+    step = inputs(rows, heads, width).abs()
+    ours = states.clone()
+    theirs = states.clone()
+    given_ = (one, step, of_head, b[:, 0], c[:, 0])
+    close(
+        functions.mamba2_selective_state_update(ours, *given_),
+        modeling_mamba2.mamba2_selective_state_update(theirs, *given_),
+    )
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
+def test_what_a_model_leaves_out_of_the_delta_rule_is_left_out(
+    normalised: bool, length: int
+) -> None:
+    """No state before, as many heads of keys as of values."""
+    q, k, v = (0.3 * inputs(2, length, 4, 8, seed=seed) for seed in range(3))
+    g, beta = -inputs(2, length, 4).abs(), inputs(2, length, 4).sigmoid()
+    named = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": normalised}
+    out, states = StaticFunctions().torch_chunk_gated_delta_rule(q, k, v, **named)
+    expected, state = modeling_qwen3_next.torch_chunk_gated_delta_rule(
+        q, k, v, **named, initial_state=None, output_final_state=True
+    )
+    close(out, expected)
+    close(states, state)
+    one = {name: value[:, :1] for name, value in (("g", g), ("beta", beta))}
+    one |= {"initial_state": states, "use_qk_l2norm_in_kernel": normalised}
+    ours = StaticFunctions().torch_recurrent_gated_delta_rule(q[:, :1], k[:, :1], v[:, :1], **one)
+    theirs = modeling_qwen3_next.torch_recurrent_gated_delta_rule(
+        q[:, :1], k[:, :1], v[:, :1], **one, output_final_state=True
+    )
+    for own, other in zip(ours, theirs, strict=True):
+        close(own, other)

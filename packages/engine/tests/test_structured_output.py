@@ -39,6 +39,7 @@ from trencadis.engine.devices import CPUDevice, Device, HPUDevice
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.grammars.compiler import GrammarCompiler
+from trencadis.engine.grammars.finite_schemas import accepts_finite
 from trencadis.engine.grammars.matcher import GrammarMatcher, allowed_tokens
 from trencadis.scheduler import BatchControl
 
@@ -281,6 +282,54 @@ def test_a_schema_that_recurs_for_ever_is_refused(checker: GrammarChecker, name:
 @pytest.mark.parametrize("name", ENDING)
 def test_a_schema_that_may_end_is_served(checker: GrammarChecker, name: str) -> None:
     checker.check(ENDING[name])
+
+
+SELF = {"$ref": "#"}
+FINITE: list[tuple[Any, bool]] = [
+    *((json.loads(form.json_schema or ""), False) for form in ENDLESS.values()),
+    *((json.loads(form.json_schema or ""), True) for form in ENDING.values()),
+    (True, True),
+    (SELF, False),
+    ({"$ref": "other.json#/a"}, True),
+    ({"$ref": "#/a/b"}, True),
+    ({"$ref": "#/$defs/x/1", "$defs": {"x": [SELF]}}, True),
+    ({"$ref": "#/$defs/x/0", "$defs": {"x": [SELF]}}, False),
+    ({"$ref": "#/$defs/x/00", "$defs": {"x": [SELF]}}, False),
+    ({"$ref": "#/$defs/x/a", "$defs": {"x": [SELF]}}, True),
+    ({"$ref": "#/$defs/a~0b", "$defs": {"a~b": SELF}}, False),
+    ({"$ref": "#/$defs/a%25b", "$defs": {"a%b": SELF}}, False),
+    ({"$ref": "#/$defs/~01", "$defs": {"~1": SELF, "/": {}}}, False),
+    ({"allOf": [{}, SELF]}, False),
+    ({"allOf": [{}, {"type": "string"}]}, True),
+    ({"anyOf": [SELF, {}]}, True),
+    ({"oneOf": [SELF, SELF]}, False),
+    ({"oneOf": [SELF, {}]}, True),
+    ({"anyOf": []}, True),
+    ({"type": "object", "required": ["a"], "properties": {"a": SELF}}, False),
+    ({"type": ["object", "null"], "required": ["a"], "properties": {"a": SELF}}, True),
+    ({"required": ["a"], "properties": {"a": SELF}}, True),
+    ({"type": "object", "required": [7], "properties": {"a": SELF}}, True),
+    ({"type": "object", "required": "a", "properties": {"a": SELF}}, True),
+    ({"type": "object", "required": ["a"], "properties": []}, True),
+    ({"type": "object", "required": ["a"], "additionalProperties": SELF}, False),
+    ({"type": "object", "required": ["a"], "additionalProperties": True}, True),
+    ({"type": "object", "required": ["a"], "properties": {"a": SELF}, "enum": [{}]}, True),
+    ({"type": "object", "required": ["a"], "properties": {"a": SELF}, "const": {}}, True),
+    ({"type": "array", "items": SELF}, True),
+    ({"type": "array", "items": SELF, "minItems": 0}, True),
+    ({"type": "array", "items": SELF, "minItems": 1}, False),
+    ({"type": "array", "items": SELF, "minItems": 1.5}, True),
+    ({"type": "array", "prefixItems": [{}, SELF], "minItems": 1}, True),
+    ({"type": "array", "prefixItems": [{}, SELF], "minItems": 2}, False),
+    ({"type": "array", "prefixItems": [{}], "items": SELF, "minItems": 2}, False),
+    ({"type": "array", "prefixItems": [{}], "minItems": 2}, True),
+    ({"type": ["array", "object"], "items": SELF, "minItems": 1}, True),
+]
+
+
+@pytest.mark.parametrize(("schema", "is_finite"), FINITE)
+def test_a_schema_is_finite_if_what_it_requires_is(schema: Any, is_finite: bool) -> None:
+    assert accepts_finite(schema) is is_finite
 
 
 def test_true_is_a_schema_and_other_text_than_an_object_is_not() -> None:
