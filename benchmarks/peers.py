@@ -18,6 +18,9 @@ OURS = ("eager", "compile", "int8", "int4", *OURS_OF_GGUF)
 VLLM = ("vllm", "vllm-all-cores")
 """By default vLLM computes on all cores but one, which its scheduler keeps: of two cores on one."""
 
+VLLM_PACKED = {"vllm-int8": 8, "vllm-int4": 4}
+"""Bits of linear layers' weights; with 8 bits their inputs have 8, too. On all cores."""
+
 LLAMA = {"llama": "BF16", "llama-q8": "Q8_0", "llama-q4": "Q4_0"}
 OPENVINO = {"openvino-q8": "Q8_0", "openvino-q4": "Q4_0"}
 """The types of the matrices in GGUF, by name of llama.cpp and of OpenVINO."""
@@ -29,7 +32,9 @@ def python_of(engine: str) -> str | None:
     """The interpreter that has this engine, or None."""
     if engine in OURS or engine == "transformers":
         return sys.executable
-    name = "vllm" if engine in VLLM else "openvino" if engine in OPENVINO else "llama-cpp"
+    name = (
+        "vllm" if engine.startswith("vllm") else "openvino" if engine in OPENVINO else "llama-cpp"
+    )
     python = ENVIRONMENTS / f"peers-{name}" / "bin" / "python"
     return str(python) if python.exists() else None
 
@@ -50,7 +55,7 @@ def environ_of(engine: str) -> dict[str, str]:
     environ.pop("PYTHONPATH", None)
     python = Path(str(python_of(engine)))
     environ["PATH"] = f"{python.parent}{os.pathsep}{environ.get('PATH', '')}"
-    if engine in VLLM:
+    if engine.startswith("vllm"):
         environ |= _vllm_environ(engine, python)
     return environ
 
@@ -61,7 +66,7 @@ def _vllm_environ(engine: str, python: Path) -> dict[str, str]:
     library = python.parents[1] / "lib" / "libiomp5.so"
     if library.exists():
         environ["LD_PRELOAD"] = str(library)
-    if engine == "vllm-all-cores":
+    if engine != "vllm":
         cores = sorted(os.sched_getaffinity(0))
         environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     return environ

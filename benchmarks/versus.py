@@ -11,9 +11,9 @@ ratio to vLLM (to transformers, if vLLM is not measured); ``--plot FILE.png`` dr
 
 vLLM is measured twice: as it starts by default, where it keeps one core free of computation for its
 scheduler, and with threads on all cores (``vllm-all-cores``). Ratios are to the one that is faster
-with a load. Weights of 8 and 4 bits have peers in
-``llama-q8``, whose activations are int8, too, ``openvino-q8``, and those of q4; ``compile-q8`` and
-``compile-q4`` are this engine with the same GGUF file.
+with a load. Weights of 8 and 4 bits have peers in ``llama-q8``, ``vllm-int8`` (both with inputs of
+8 bits, too) and ``openvino-q8``, and in those of 4 bits; ``compile-q8`` and ``compile-q4`` are this
+engine with llama.cpp's file.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peers import OF_GGUF, OURS, VLLM, environ_of, found, python_of
+from compressed_checkpoint import write_compressed
+from peers import OF_GGUF, OURS, VLLM, VLLM_PACKED, environ_of, found, python_of
 from rich.console import Console
 from rich.table import Table
 
 from trencadis.engine import default_model
 
-ENGINES = tuple(dict.fromkeys((*OURS, "transformers", *VLLM, *OF_GGUF)))
+ENGINES = tuple(dict.fromkeys((*OURS, "transformers", *VLLM, *VLLM_PACKED, *OF_GGUF)))
 SETTLE_SECONDS = 2.0
 """Pause after vLLM: its processes look for work in a loop for a second after the last."""
 
 COLOURS = (
     *("#90cdf4", "#2b6cb0", "#2f855a", "#9ae6b4"),
-    *("#cbd5e0", "#a0aec0", "#4a5568", "#f6ad55", "#c05621", "#7b341e", "#d6bcfa", "#6b46c1"),
+    *("#38a169", "#22543d", "#cbd5e0", "#a0aec0", "#4a5568", "#718096", "#1a202c"),
+    *("#f6ad55", "#c05621", "#7b341e", "#d6bcfa", "#6b46c1"),
 )
 """Of the engines in a plot, in their order."""
 
@@ -74,7 +76,7 @@ def main() -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers: dict[str, Worker] = {}
         for name in found(options.engines):
-            files = _as_gguf(model, directory, OF_GGUF[name]) if name in OF_GGUF else model
+            files = _files_of(name, model, directory)
             workers[name] = stack.enter_context(contextlib.closing(Worker(name, files)))
         seconds = measure(workers, options.rounds)
     show(seconds, {name: worker.start_s for name, worker in workers.items()})
@@ -103,7 +105,7 @@ def take_turns(workers: dict[str, Worker], load: Load, seed: int) -> dict[str, f
     taken = {}
     for name, worker in workers.items():
         taken[name] = worker.run(load, seed)
-        if name in VLLM:
+        if name.startswith("vllm"):
             time.sleep(SETTLE_SECONDS)
     return taken
 
@@ -155,6 +157,16 @@ class Worker:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
+
+
+def _files_of(name: str, model: str, directory: Path) -> str:
+    """The model in the format that an engine is measured with."""
+    if name in OF_GGUF:
+        return _as_gguf(model, directory, OF_GGUF[name])
+    if name in VLLM_PACKED:
+        write_compressed(model, directory / name, VLLM_PACKED[name])
+        return str(directory / name)
+    return model
 
 
 def _as_gguf(model: str, directory: Path, matrices: str) -> str:
