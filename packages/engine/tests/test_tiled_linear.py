@@ -115,7 +115,7 @@ def int8(plain: nn.Linear) -> IntegerLinear:
 
 
 def int4(plain: nn.Linear) -> IntegerLinear:
-    group = 32 if plain.in_features % 32 == 0 else 2
+    group = 32 if plain.in_features % 32 == 0 else 8
     return IntegerLinear(QuantizedLinear(rounded_int4(plain.weight.detach(), group), plain.bias))
 
 
@@ -752,7 +752,18 @@ def test_vectors_of_256_bits_give_the_same_bits_and_tokens(
 def test_zero_points_and_groups_are_those_of_the_weight(
     num_rows: int, group: int, groups: int, outputs: int, bits: int
 ) -> None:
-    check_zero_points(num_rows, group, groups, outputs, bits)
+    # A word of 4 bits has weights of eight inputs.
+    check_zero_points(num_rows, group if bits == 8 else 4 * group, groups, outputs, bits)
+
+
+@pytest.mark.usefixtures("widens")
+@pytest.mark.parametrize(("bits", "group", "fits"), [(4, 8, True), (4, 4, False), (8, 2, True)])
+def test_a_weight_fits_whose_groups_are_whole_units_of_inputs(
+    bits: int, group: int, fits: bool
+) -> None:
+    columns = 24 if bits == 8 else 12
+    steps = torch.zeros(3, columns, dtype=torch.int8 if bits == 8 else torch.uint8)
+    assert IntegerLinear.fits(PackedWeight(steps, torch.ones(3, 24 // group))) is fits
 
 
 def check_zero_points(num_rows: int, group: int, groups: int, outputs: int, bits: int) -> None:

@@ -157,7 +157,7 @@ struct Weights {
 
     Layer of(int64_t expert, int64_t inputs, int64_t num_tiles, int64_t outputs, Half* out) const {
         const int64_t size = scale_type == 0 ? 4 : 2;
-        return {tiles + expert * num_tiles * (inputs / 2) * OF_TILE,
+        return {tiles + expert * num_tiles * (inputs / UNIT) * OF_TILE,
                 scales + expert * num_tiles * groups * COLUMNS * size,
                 nullptr,
                 nullptr,

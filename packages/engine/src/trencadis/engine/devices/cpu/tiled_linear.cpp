@@ -13,10 +13,10 @@ extern "C" int64_t has_pairs() { return HAS_PAIRS; }
 // Outputs of a tile.
 extern "C" int64_t columns() { return COLUMNS; }
 
-// rows [M, K], K even, in groups of an even number of inputs: 1 group for BITS=16. widens: by `Floats`,
-// otherwise by `Pairs`. scratch: M * K inputs of 4 bytes for `Floats`, of one row as many for each
-// thread; of 2 bytes for `Pairs`, not read for one row. sums: M * groups floats, or of one row as many
-// for each thread; null if no layer has shifts.
+// rows [M, K], K even, in groups of an even number of inputs, or for BITS=4 of a multiple of eight: 1
+// group for BITS=16. widens: by `Floats`, otherwise by `Pairs`. scratch: M * K inputs of 4 bytes for
+// `Floats`, of one row as many for each thread; of 2 bytes for `Pairs`, not read for one row. sums: M *
+// groups floats, or of one row as many for each thread; null if no layer has shifts.
 extern "C" void tiled_linears(const Half* rows, const Layer* layers, int64_t count, char* scratch,
                               float* sums, int64_t M, int64_t K, int64_t groups,
                               int64_t num_threads, int64_t widens) {

@@ -50,7 +50,7 @@ from trencadis.engine.models.rounded_weights import rounded_int4, rounded_int8
 _SOURCE = Path(__file__).with_name("tiled_linear.cpp")
 
 BITS = {torch.bfloat16: 16, torch.int8: 8, torch.uint8: 4}
-"""Of each weight, by the type of the tiles: a byte has two weights of 4 bits."""
+"""Of each weight, by the type of the weights: a byte has two weights of 4 bits."""
 
 TOLERANCE = 0.02
 """Largest difference to the product in fp32 in a trial, beside the largest value."""
@@ -201,12 +201,13 @@ class IntegerLinear(TiledLinear):
 
     @staticmethod
     def fits(weight: PackedWeight) -> bool:
-        """Whether the kernel multiplies this weight: integers in groups of an even number."""
-        inputs = weight.shape[1]
+        """Whether the kernel multiplies this weight: integers in groups of an even number of
+        inputs, or of 4 bits of a multiple of eight."""
+        inputs, unit = weight.shape[1], 8 if weight.steps.dtype is torch.uint8 else 2
         return (
             weight.has_integers
             and weight.scales.dtype in SCALE_TYPES
-            and inputs % (2 * weight.groups) == 0
+            and inputs % (unit * weight.groups) == 0
         )
 
     def _packed(self, linear: Any) -> _Tensors:
@@ -286,7 +287,10 @@ def _compute_together(
 
 
 def _kernel_of(tiles: torch.Tensor) -> _Kernel | ByteKernel:
-    return _BYTE_KERNELS[tiles.dtype] if has_byte_order(tiles) else _KERNELS[tiles.dtype]
+    if has_byte_order(tiles):
+        return _BYTE_KERNELS[tiles.dtype]
+    # Words of 4 bits.
+    return _KERNELS[torch.uint8 if tiles.dtype is torch.int32 else tiles.dtype]
 
 
 def _product(

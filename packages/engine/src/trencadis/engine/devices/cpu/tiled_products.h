@@ -2,8 +2,8 @@
 //
 // Compiled for BITS=16: a weight is bf16, or for 8 and 4: it is an integer, exact as bf16, and each group
 // of inputs has a scale for each output, and perhaps a shift: w = scale * integer + shift. Integers of 4
-// bits are 0 to 15 and mean -8 to 7. A weight is [tiles, K / 2, 2, LANES] pairs: two vectors of outputs,
-// of two inputs each, and a tile is one stream of memory. The integers of a group are summed up before
+// bits are 0 to 15 and mean -8 to 7. A weight is [tiles, K / UNIT, 2, LANES]: two vectors of outputs, of
+// a few inputs each (`UNIT`), and a tile is one stream of memory. The integers of a group are summed up before
 // they are scaled. Rows are computed in blocks whose sums fill the registers; a block's inputs are
 // another stream, because rows that are a power of two apart would displace each other in the cache. A
 // row's result does not depend on the other rows. Nothing here allocates memory, so that nothing throws.
@@ -117,7 +117,8 @@ static inline void store(Half* to, Vector floats, int64_t used) {
 #if BITS == 16
 // For each output the pair of its weights of both inputs.
 typedef Half Weight;
-constexpr int64_t OF_VECTOR = 2 * LANES;  // of `Weight`: what a pair of inputs has for a vector
+constexpr int64_t UNIT = 2;               // inputs whose weights of all outputs are beside each other
+constexpr int64_t OF_VECTOR = 2 * LANES;  // of `Weight`: what a unit of inputs has for a vector
 template <int INPUT>
 static inline Vector load_floats(const Half* from) {
 #if WIDE
@@ -130,6 +131,7 @@ static inline Vector load_floats(const Half* from) {
 #endif
 }
 #if HAS_PAIRS
+template <int PAIR>
 static inline __m512bh load_pairs(const Half* from) {
     return (__m512bh)_mm512_loadu_si512(from);
 }
@@ -137,6 +139,7 @@ static inline __m512bh load_pairs(const Half* from) {
 #elif BITS == 8
 // For all outputs of a vector their weights of the first input, then those of the second.
 typedef int8_t Weight;
+constexpr int64_t UNIT = 2;
 constexpr int64_t OF_VECTOR = 2 * LANES;
 template <int INPUT>
 static inline Vector load_floats(const int8_t* from) {
@@ -148,25 +151,28 @@ static inline Vector load_floats(const int8_t* from) {
 #endif
 }
 #if HAS_PAIRS
+template <int PAIR>
 static inline __m512bh load_pairs(const int8_t* from) {
     const __m512i first = (__m512i)load_floats<0>(from), second = (__m512i)load_floats<1>(from);
     return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(first, 16), second);
 }
 #endif
 #else
-// For each output a byte: its weight of the first input in the lower four bits, then the other.
-typedef uint8_t Weight;
+// For each output a word of eight inputs: those of the first, third, fifth and seventh in its lower
+// half, four bits each, the others in its upper half. So each shift by four bits gives a pair.
+typedef uint32_t Weight;
+constexpr int64_t UNIT = 8;
 constexpr int64_t OF_VECTOR = LANES;
 template <int INPUT>
-static inline Vector load_floats(const uint8_t* from) {
+static inline Vector load_floats(const uint32_t* from) {
+    constexpr int SHIFT = 4 * (INPUT / 2) + 16 * (INPUT % 2);
 #if WIDE
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+    const __m512i words = _mm512_srli_epi32(_mm512_loadu_si512(from), SHIFT);
     const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    return _mm512_permutexvar_ps(INPUT == 0 ? bytes : _mm512_srli_epi32(bytes, 4), values);
+    return _mm512_permutexvar_ps(words, values);  // of an index, it reads four bits
 #else
-    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
-    const __m256i four = INPUT == 0 ? _mm256_and_si256(bytes, _mm256_set1_epi32(15))
-                                    : _mm256_srli_epi32(bytes, 4);
+    const __m256i words = _mm256_srli_epi32(_mm256_loadu_si256((const __m256i*)from), SHIFT);
+    const __m256i four = _mm256_and_si256(words, _mm256_set1_epi32(15));
     return _mm256_cvtepi32_ps(_mm256_sub_epi32(four, _mm256_set1_epi32(8)));
 #endif
 }
@@ -176,15 +182,15 @@ alignas(64) constexpr Half VALUES[32] = {
     0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
     0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
     0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
-static inline __m512bh load_pairs(const uint8_t* from) {
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
-    const __m512i indices = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
-    return (__m512bh)_mm512_permutexvar_epi16(indices, _mm512_load_si512(VALUES));
+template <int PAIR>
+static inline __m512bh load_pairs(const uint32_t* from) {
+    const __m512i words = _mm512_srli_epi32(_mm512_loadu_si512(from), 4 * PAIR);
+    return (__m512bh)_mm512_permutexvar_epi16(words, _mm512_load_si512(VALUES));
 }
 #endif
 #endif
 
-constexpr int64_t OF_TILE = 2 * OF_VECTOR;  // of `Weight`: what a pair of inputs has for a tile
+constexpr int64_t OF_TILE = 2 * OF_VECTOR;  // of `Weight`: what a unit of inputs has for a tile
 
 struct Scales {
     const char* values;   // [groups, COLUMNS] of a tile
@@ -201,9 +207,9 @@ struct Scales {
 struct Block {
     const void* inputs;       // as a way to multiply has them
     const float* input_sums;  // [groups, rows], read where there are shifts
-    int64_t pairs, groups;    // of inputs: pairs of a group
+    int64_t units, groups;    // of inputs: units of a group
     const Weight* weight;
-    const char* ahead;  // what is fetched meanwhile, `step` bytes for each pair of inputs
+    const char* ahead;  // what is fetched meanwhile, `step` bytes for each unit of inputs
     int64_t step;
     Scales scales;
     Vector bias[2];
@@ -218,10 +224,10 @@ struct Pairs {
     typedef int32_t Input;
     static constexpr int64_t OF_PAIR = 1;
 
-    template <int R, int V>
+    template <int PAIR, int R, int V>
     static inline void add(Vector (&sums)[R][V], const Weight* weight, const int32_t* inputs) {
         __m512bh w[V];
-        for (int v = 0; v < V; ++v) w[v] = load_pairs(weight + OF_VECTOR * v);
+        for (int v = 0; v < V; ++v) w[v] = load_pairs<PAIR>(weight + OF_VECTOR * v);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const __m512bh x = (__m512bh)_mm512_set1_epi32(inputs[r]);
@@ -241,10 +247,10 @@ struct Floats {
     typedef float Input;
     static constexpr int64_t OF_PAIR = 2;
 
-    template <int R, int V>
+    template <int PAIR, int R, int V>
     static inline void add(Vector (&sums)[R][V], const Weight* weight, const float* inputs) {
-        add_input<0>(sums, weight, inputs);
-        add_input<1>(sums, weight, inputs + R);
+        add_input<2 * PAIR>(sums, weight, inputs);
+        add_input<2 * PAIR + 1>(sums, weight, inputs + R);
     }
 
     template <int INPUT, int R, int V>
@@ -265,6 +271,14 @@ struct Floats {
         }
     }
 };
+
+// Adds the products of a unit of inputs, pair after pair.
+template <class Products, int R, int V, int... PAIR>
+static inline void add_unit(Vector (&sums)[R][V], const Weight* weight,
+                            const typename Products::Input* inputs,
+                            std::integer_sequence<int, PAIR...>) {
+    (Products::template add<PAIR>(sums, weight, inputs + PAIR * R * Products::OF_PAIR), ...);
+}
 
 // Adds the sums of a group of inputs to those of all, as numbers: the sums of integers are scaled.
 template <int R, int V>
@@ -312,11 +326,11 @@ static inline void compute_vectors(const Block& block, int first) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
             for (int v = 0; v < V; ++v) sums[r][v] = repeated(0);
-        for (int64_t p = 0; p < block.pairs; ++p, weight += OF_TILE, ahead += step) {
+        for (int64_t u = 0; u < block.units; ++u, weight += OF_TILE, ahead += step) {
             _mm_prefetch(ahead, _MM_HINT_T0);
             if (step > 64) _mm_prefetch(ahead + 64, _MM_HINT_T0);
-            Products::add(sums, weight, inputs);
-            inputs += R * Products::OF_PAIR;
+            add_unit<Products>(sums, weight, inputs, std::make_integer_sequence<int, UNIT / 2>());
+            inputs += R * UNIT / 2 * Products::OF_PAIR;
         }
         add_group(totals, sums, block, group, first);
     }
@@ -405,7 +419,7 @@ struct WithoutDenormals {
 };
 
 struct Layer {
-    const Weight* weight;  // [tiles, K / 2, 2, LANES] pairs, in tiles of `COLUMNS` outputs
+    const Weight* weight;  // [tiles, K / UNIT, 2, LANES], in tiles of `COLUMNS` outputs
     const char* scales;    // [tiles, groups, COLUMNS], of integers
     const float* shifts;   // the same, or null
     const Half* bias;      // [N] or null
@@ -433,7 +447,7 @@ struct Inputs {
 // A tile of a layer, for a block of rows that are not given yet.
 static Block tile_of(const Layer& layer, int64_t tile, const Inputs& inputs) {
     Block block;
-    const int64_t groups = inputs.groups, pairs = inputs.K / 2, column = tile * COLUMNS;
+    const int64_t groups = inputs.groups, units = inputs.K / UNIT, column = tile * COLUMNS;
     const int64_t size = layer.scale_type == 0 ? 4 : 2;
     for (int half = 0; half < 2; ++half) {
         const int64_t begin = column + LANES * half;
@@ -445,22 +459,22 @@ static Block tile_of(const Layer& layer, int64_t tile, const Inputs& inputs) {
     }
     block.scales = {layer.scales + tile * groups * COLUMNS * size, layer.scale_type,
                     layer.shifts == nullptr ? nullptr : layer.shifts + tile * groups * COLUMNS};
-    block.pairs = pairs / groups;
+    block.units = units / groups;
     block.groups = groups;
     block.num_outputs = layer.N;
-    block.weight = layer.weight + tile * pairs * OF_TILE;
+    block.weight = layer.weight + tile * units * OF_TILE;
     return block;
 }
 
 // A tile for the rows of block `b`, to `out`. `next`: of the tiles after it, the one that is fetched.
 static void compute_block(Block& block, const Inputs& inputs, int64_t b, int64_t next, Half* out) {
-    const int64_t pairs = inputs.K / 2, blocks = inputs.blocks();
+    const int64_t units = inputs.K / UNIT, blocks = inputs.blocks();
     constexpr int64_t BYTES = OF_TILE * sizeof(Weight);
     // A single block reads its tile from memory. Of several, the first one does, and each fetches a part
     // of the next tile.
     block.step = std::max<int64_t>(1, BYTES / blocks);
     block.ahead = (const char*)block.weight +
-                  (blocks == 1 ? AHEAD : next * pairs * BYTES + b * block.step * pairs);
+                  (blocks == 1 ? AHEAD : next * units * BYTES + b * block.step * units);
     block.inputs = inputs.of(b);
     block.input_sums = inputs.sums_of(b);
     block.out = out;

@@ -1,8 +1,8 @@
 """The orders of packed weights in memory, in which the kernels of linear layers read them.
 
 A tile has the weights of some outputs: as many as two vectors of the processor hold. Within a tile
-those of a few inputs for all outputs are beside each other: of two, for products of bf16 and sums
-of fp32, or of four, for products of bytes (`byte_linear`).
+those of a few inputs for all outputs are beside each other: of two, or for 4 bits of eight, for
+products of bf16 and sums of fp32; of four for products of bytes (`byte_linear`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ CHUNK = 1024
 
 _QUAD = 4
 """Inputs of an output that are beside each other for products of bytes."""
+
+_IN_WORD = 8
+_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+"""Bits below each of the eight inputs of a word: a pair is at the same place in both halves."""
 
 
 def tiled(weight: torch.Tensor, columns: int) -> torch.Tensor:
@@ -41,20 +45,33 @@ def integer_tiles(
     """Tiles of pairs, scales and shifts.
 
     int8 ``[tiles, inputs / 2, 2, 2, columns / 2]``: of half of the outputs the weights of one
-    input, then those of the next; or uint8 ``[tiles, inputs / 2, 2, columns / 2]``, with both in a
-    byte. ``scales`` and ``shifts``: see `scales_and_shifts`.
+    input, then those of the next; or int32 ``[tiles, inputs / 8, 2, columns / 2]``, words of eight
+    weights of 4 bits. ``scales`` and ``shifts``: see `scales_and_shifts`.
     """
     outputs, inputs = weight.shape
     half, steps = columns // 2, weight.steps
-    in_pair = () if steps.dtype is torch.uint8 else (2,)
-    tiles = steps.new_empty((ceil_div(outputs, columns), inputs // 2, 2, *in_pair, half))
+    is_int4 = steps.dtype is torch.uint8
+    unit, in_unit = (_IN_WORD, ()) if is_int4 else (2, (2,))
+    tiles = torch.empty(
+        (ceil_div(outputs, columns), inputs // unit, 2, *in_unit, half),
+        dtype=torch.int32 if is_int4 else steps.dtype,
+    )
     for rows, of_rows in zip(
         torch.split(steps, CHUNK), torch.split(tiles, CHUNK // columns), strict=True
     ):
         padded = F.pad(rows, (0, 0, 0, -len(rows) % columns))
-        divided = padded.view(-1, 2, half, inputs // 2, *in_pair)
-        of_rows.copy_(divided.permute(0, 3, 1, 4, 2) if in_pair else divided.permute(0, 3, 1, 2))
+        units = _words(padded) if is_int4 else padded
+        divided = units.view(-1, 2, half, inputs // unit, *in_unit)
+        of_rows.copy_(divided.permute(0, 3, 1, *((4, 2) if in_unit else (2,))))
     return tiles, *scales_and_shifts(weight, columns)
+
+
+def _words(steps: torch.Tensor) -> torch.Tensor:
+    """int32 ``[outputs, inputs / 8]`` of steps of 4 bits ``[outputs, inputs / 2]``."""
+    pairs = steps.view(len(steps), -1, _IN_WORD // 2).int()
+    shifts = torch.tensor(_SHIFTS, dtype=torch.int32)
+    halves = (pairs & 15) << shifts[0::2] | (pairs >> 4) << shifts[1::2]
+    return halves.sum(-1, dtype=torch.int32)
 
 
 def scales_and_shifts(
@@ -123,6 +140,9 @@ def integers_of(tiles: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     else:
         steps = tiles[tile, :, column // half, ..., column % half]
     if tiles.dtype is torch.uint8:
-        both = torch.stack((steps & 15, steps >> 4), dim=-2 if in_quads else -1)
-        steps = both.to(torch.int8) - INT4_ZERO
+        steps = torch.stack((steps & 15, steps >> 4), dim=-2)
+    elif tiles.dtype is torch.int32:
+        steps = steps[..., None] >> torch.tensor(_SHIFTS, dtype=torch.int32) & 15
+    if tiles.dtype is not torch.int8:
+        steps = steps.to(torch.int8) - INT4_ZERO
     return steps.flatten(outputs.dim())
