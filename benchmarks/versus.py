@@ -40,7 +40,7 @@ from trencadis.engine import default_model
 
 ENGINES = tuple(dict.fromkeys((*OURS, "transformers", *VLLM, *VLLM_PACKED, *OF_GGUF)))
 SETTLE_SECONDS = 2.0
-"""Pause after vLLM: its processes look for work in a loop for a second after the last."""
+"""Pause after vLLM and OpenVINO: their threads look for work in a loop after the last."""
 
 COLOURS = (
     *("#90cdf4", "#2b6cb0", "#2f855a", "#9ae6b4"),
@@ -105,7 +105,7 @@ def take_turns(workers: dict[str, Worker], load: Load, seed: int) -> dict[str, f
     taken = {}
     for name, worker in workers.items():
         taken[name] = worker.run(load, seed)
-        if name.startswith("vllm"):
+        if name.startswith(("vllm", "openvino")):
             time.sleep(SETTLE_SECONDS)
     return taken
 
