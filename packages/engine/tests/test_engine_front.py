@@ -27,6 +27,7 @@ from trencadis.engine import (
     PoolingRequest,
     RequestFailed,
     SamplingParams,
+    StructuredOutput,
     SwitchFailedError,
     SwitchInProgressError,
     SwitchReport,
@@ -245,6 +246,45 @@ def test_requests_of_another_model_or_to_a_sleeping_engine_are_refused(tokenizer
             assert len(core.sent) == num_sent, "it is awake"
             with pytest.raises(InvalidRequest, match="level"):
                 await engine.sleep(3)
+
+    limited(body)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda engine: setattr(engine._changes, "is_sleeping", True), EngineSleeping),
+        (
+            lambda engine: setattr(engine._changes, "switching", "it switches"),
+            SwitchInProgressError,
+        ),
+        (lambda engine: setattr(engine._changes, "num_models", 1), SwitchInProgressError),
+        (lambda engine: engine._fail("planted"), EngineDead),
+        (lambda engine: None, None),
+    ],
+)
+def test_what_changes_while_a_grammar_is_checked_is_told(tokenizer, monkeypatch, change, error):
+    async def body() -> None:
+        async with fronted(tokenizer) as (core, engine):
+            checked = []
+
+            async def check(form: StructuredOutput, client: str | None) -> None:
+                checked.append((form, client))
+                change(engine)
+
+            monkeypatch.setattr(engine._grammars, "check", check)
+            core.script[Add] = spelling(tokenizer, "a")
+            form = StructuredOutput(regex="a")
+            params = SamplingParams(max_tokens=9, structured_output=form)
+            stream = engine.generate(GenerateRequest((1,), params, client="me"))
+            if error is None:
+                assert (await anext(stream)).text == "a"
+            else:
+                with pytest.raises(error):
+                    await anext(stream)
+                assert not sent_of(core, Add)
+            assert checked == [(form, "me")]
+            await stream.aclose()
 
     limited(body)
 
