@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+from capturing_device import CapturingCPU, CompilingCPU
 from torch import nn
 
 from trencadis.bucketing import AxisConfig, BucketingConfig
@@ -24,7 +25,7 @@ from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import HPUDevice
 from trencadis.engine.runner.cache_sizing import CacheSizing
-from trencadis.engine.runner.kept_programs import MAX_KEPT, ProgramStore
+from trencadis.engine.runner.kept_programs import MAX_KEPT, KeptPrograms, ProgramStore
 from trencadis.engine.runner.worker import Worker
 from trencadis.kvcache import DefragConfig
 
@@ -104,6 +105,60 @@ def on_cpu(model: Path) -> list[list[int]]:
 def compiled(gaudi: Any) -> tuple[int, int, int]:
     counters = gaudi.counters
     return counters.compile_calls, counters.traces, counters.recipes
+
+
+class CompilesAll(CompilingCPU):
+    """All of a forward pass is programs, which are given weights and cache."""
+
+    compiles_forward = True
+
+
+@pytest.mark.parametrize(
+    ("device", "keeps"),
+    [
+        (CapturingCPU, False),
+        (CompilesAll, True),
+        pytest.param(CompilingCPU, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_device_serves_by_what_its_warm_up_has_made_also_after_a_sleep(
+    tiny_model: Path, device: Any, keeps: bool
+) -> None:
+    """Programs are kept where they hold neither weights nor cache, and graphs are made again."""
+    made = device()
+    captures = made.supports_graphs
+    config = config_of(tiny_model, device=made, compile=not captures)
+    core, switcher = started(config)
+    runner = core.executor.worker.runner.forward_runner
+    assert runner.keeps_programs is keeps
+    expected = serve(core)
+    assert expected == on_cpu(tiny_model)
+    assert (core.stats.num_graphs > 0) == captures
+    compiled_once = made.num_compilations()
+    assert (compiled_once > 0) != captures
+    assert core.stats.num_cold_forwards == core.stats.num_compilations == 0
+    graphs = core.stats.num_graphs
+    switcher.sleep(1 if captures else 2)
+    assert runner.num_graphs == 0
+    before = made.num_compilations()
+    switcher.wake_up()
+    assert (made.num_compilations() == before) == (keeps or captures)
+    assert serve(core) == expected
+    assert core.stats.num_graphs == graphs
+    assert core.stats.num_cold_forwards == 0
+    core.close()
+
+
+def test_programs_that_are_dropped_leave_nothing_behind() -> None:
+    kept: Any = KeptPrograms()
+    shape = object()
+    for programs in (kept.forward, kept.sampler, kept.by_operations):
+        programs[shape] = object()
+    kept.warmed_up.add(shape)
+    kept.num_blocks, kept.grids, kept.is_complete = 7, object(), True
+    kept.clear()
+    assert not any((kept.forward, kept.sampler, kept.by_operations, kept.warmed_up))
+    assert (kept.num_blocks, kept.grids, kept.is_complete) == (0, None, False)
 
 
 @pytest.mark.slow
