@@ -140,6 +140,16 @@ def test_an_idle_minute_does_not_count_as_long_steps_for_the_guard() -> None:
     assert policy.get_max_prefill_tokens(view) is None
 
 
+def test_a_prefill_limit_falls_by_a_fifth_at_least() -> None:
+    """While a device warms up by a degree in ten seconds."""
+    policy = TwoPhaseThermalPolicy(target_temp_c=80.0, min_prefill_tokens=16)
+    device = Device(policy, temperature=lambda now_s: min(84.0, 72.0 + now_s / 10))
+    device.serve(200)
+    falls = [(high, low) for high, low in pairwise(device.limits) if low < high]
+    assert len(falls) > 2
+    assert all(low <= 0.8 * high or low == 16 for high, low in falls)
+
+
 def test_sequences_follow_when_prefill_is_at_its_minimum() -> None:
     device = Device(TwoPhaseThermalPolicy(budget_w=260.0, min_prefill_tokens=32))
     device.serve(180)
