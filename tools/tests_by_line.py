@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import coverage
@@ -69,9 +70,13 @@ class Recorder:
     def tests_of(self) -> dict[str, dict[int, list[str]]]:
         """The tests of each line of each module that passed and are not the import alone."""
         self._coverage.stop()
-        tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-        self._add(tests, self._coverage.get_data(), whole_files=False)
+        tests: dict[str, dict[int, set[str]]] = defaultdict(dict)
+        for module, line, named in self._lines(self._coverage.get_data()):
+            tests[module][line] = named
         in_process = {module: set(lines) for module, lines in tests.items()}
+        of_file: dict[str, set[str]] = defaultdict(set)
+        for test in self.seconds:
+            of_file[test.partition("::")[0]].add(test)
         for file in sorted(self._started.glob("data.*")):
             data = coverage.CoverageData(str(file))
             try:
@@ -79,32 +84,23 @@ class Recorder:
             except coverage.CoverageException as error:  # a process that was killed as it wrote
                 print(f"{file.name}: {error}", file=sys.stderr)
                 continue
-            self._add(tests, data, whole_files=True, but=in_process)
+            for module, line, named in self._lines(data):
+                if line not in in_process.get(module, ()):
+                    files = {test.partition("::")[0] for test in named}
+                    of_line = tests[module].setdefault(line, set())
+                    of_line.update(*(of_file[name] for name in files))
         return {
             module: {line: sorted(named - self.failed) for line, named in lines.items()}
             for module, lines in tests.items()
         }
 
-    def _add(
-        self,
-        tests: dict[str, dict[int, set[str]]],
-        data: coverage.CoverageData,
-        whole_files: bool,
-        but: dict[str, set[int]] | None = None,
-    ) -> None:
-        of_file: dict[str, set[str]] = defaultdict(set)
-        for test in self.seconds:
-            of_file[test.partition("::")[0]].add(test)
-        for name in data.measured_files():
-            module = str(Path(name).relative_to(self._source))
-            for line, contexts in data.contexts_by_lineno(name).items():
-                named = set(contexts) - {""}
-                if whole_files:
-                    if line in (but or {}).get(module, ()):
-                        continue
-                    named = {x for test in named for x in of_file[test.partition("::")[0]]}
-                if named - self.failed:
-                    tests[module][line] |= named
+    def _lines(self, data: coverage.CoverageData) -> Iterator[tuple[str, int, set[str]]]:
+        """Module, line, and the tests in whose time it ran."""
+        for file in data.measured_files():
+            module = str(Path(file).relative_to(self._source))
+            for line, contexts in data.contexts_by_lineno(file).items():
+                if named := set(contexts) - {""}:
+                    yield module, line, named
 
 
 def main() -> None:
