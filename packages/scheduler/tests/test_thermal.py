@@ -291,6 +291,11 @@ def test_the_order_of_victims(
     assert first_victims(victim_order(name), victims, victims[0].num_seqs + 1) == victims[:2]
 
 
+def test_an_unknown_order_of_victims_is_named_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match="victim order 'oldest' is unknown: use one of lru, larg"):
+        victim_order("oldest")
+
+
 def test_a_new_target_is_validated() -> None:
     policy = ProportionalThermalPolicy(target_temp_c=82.0, k_p=10.0)
     assert policy.retarget(80.0)
