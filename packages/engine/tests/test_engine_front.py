@@ -45,6 +45,7 @@ from trencadis.engine.ipc.messages import (
     Abort,
     AdaptersChanged,
     Add,
+    Busy,
     CheckModel,
     Control,
     Controlled,
@@ -324,6 +325,24 @@ def test_an_aborted_request_yields_its_end_and_others_go_on(tokenizer):
             assert (await anext(streams[1])).finish_reason == "length"
             with pytest.raises(InvalidRequest):
                 await engine.abort(7)  # type: ignore[arg-type]
+
+    limited(body)
+
+
+def test_a_core_that_says_what_it_is_busy_with_has_begun_it(tokenizer):
+    async def body() -> None:
+        async with fronted(tokenizer) as (core, engine):
+            for busy in (True, False):
+                core.script |= {
+                    Sleep: lambda message: [Slept(message.number, 1)],
+                    WakeUp: lambda message, busy=busy: [
+                        Busy("it warms up", number=message.number if busy else None),
+                        Reconfigured(message.number, READY),
+                    ],
+                }
+                await engine.sleep()
+                await engine.wake_up()
+                assert engine._changes.has_begun is busy
 
     limited(body)
 

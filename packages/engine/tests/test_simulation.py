@@ -405,6 +405,22 @@ def test_a_workload_is_in_order_of_arrival_without_what_failed(tmp_path: Path) -
             read_workload(path, **settings_)
 
 
+def test_arguments_of_a_workload_end_where_they_say() -> None:
+    assert read_workload(TRACE, num_requests=1, shared_prefix=1 << 24).shared_prefix == 1 << 24
+    assert read_workload(TRACE, num_requests=1, rate_scale=1e-9).shared_prefix == 0
+    for wrong in (
+        {"shared_prefix": -1},
+        {"shared_prefix": (1 << 24) + 1},
+        {"num_requests": 0},
+        {"rate_scale": 0.0},
+        {"rate_scale": float("inf")},
+        {"rate_scale": float("nan")},
+    ):
+        (name,) = wrong
+        with pytest.raises(ConfigError, match=name):
+            read_workload(TRACE, **wrong)
+
+
 def test_without_a_step_or_a_request_every_time_is_0() -> None:
     assert StepTimes().total_s == 0
     assert Percentiles.of([]) == Percentiles(0, 0, 0, 0)
