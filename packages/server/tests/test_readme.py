@@ -16,8 +16,28 @@ import trencadis.server
 from trencadis.engine import BatchControl
 from trencadis.engine.errors import ENDING_ERRORS
 from trencadis.server import ServerSettings, create_app, engine_protocol
-from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
+from trencadis.server.api.pooling import MAX_INPUTS
+from trencadis.server.api.protocol import MAX_MESSAGES, ChatCompletionRequest, CompletionRequest
+from trencadis.server.batches.batch_runner import MAX_LINES
+from trencadis.server.batches.file_store import (
+    MAX_FILE_BYTES,
+    MAX_FILES,
+    MAX_KEY_BYTES,
+    MAX_UNFINISHED,
+)
+from trencadis.server.commands.run_batch import MAX_LINE
+from trencadis.server.dashboard.feed import (
+    INTERVAL_S,
+    MAX_EVENTS,
+    MAX_HISTORY_POINTS,
+    MAX_VIEWERS,
+    SLOW_S,
+)
 from trencadis.server.errors import as_api_error
+from trencadis.server.generation import embedding_run
+from trencadis.server.http import json_body
+from trencadis.server.http.connections import MAX_CONNECTIONS
+from trencadis.server.http.json_decoder import MAX_VALUES
 from trencadis.server.metrics.metric_tables import (
     ADMISSION_REJECTIONS,
     BATCH_LINES,
@@ -29,6 +49,8 @@ from trencadis.server.metrics.metric_tables import (
     REQUEST_SUCCESS,
     SWITCH_METRICS,
 )
+from trencadis.server.routes.batches import WINDOW_S
+from trencadis.server.switching.switch_control import DRAIN_SECONDS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 PAGES = Path(__file__).parents[3] / "docs" / "server"
@@ -90,6 +112,41 @@ def test_the_pages_name_every_error_that_ends_a_request():
         assert getattr(trencadis.engine, error.__name__, None) is error, "engine/__init__.py"
         assert f"- `{error.__name__}`: " in requests, "docs/engine/requests.md"
         assert re.search(rf"^- \d.* `{code}`", API, re.MULTILINE), f"{code}: docs/server/api.md"
+
+
+def of(number: float, unit: float) -> str:
+    return f"{number / unit:.12g}"
+
+
+LIMITS = {
+    "api.md": (
+        f"Most are {of(MAX_FILE_BYTES, 10**6)} MB and {MAX_LINES:,} lines of a file; "
+        f"{MAX_FILES:,} files, {of(MAX_KEY_BYTES, 2**30)} GiB, {of(MAX_UNFINISHED, 4)} unfinished "
+        "batches of a key",
+        f"After {of(WINDOW_S, 3600)} hours",
+        f"at most {MAX_MESSAGES:,} messages",
+        f"body above {of(json_body._SHORT_BYTES, 1024)} KiB {MAX_VALUES:,} values",
+        f"{MAX_VIEWERS} dashboards are open",
+        f"up to {MAX_INPUTS:,} of them",
+        f"At most {embedding_run._AT_ONCE} inputs of a request run at once",
+    ),
+    "operation.md": (f"Lines have at most {of(MAX_LINE, 2**20)} MiB",),
+    "operators.md": (
+        f"At most {MAX_VIEWERS} pages are open",
+        f"its buffers have been full for {SLOW_S:g} s",
+    ),
+    "settings.md": (f"at most {MAX_CONNECTIONS}",),
+    "switching.md": (f"still run {DRAIN_SECONDS:g} s after a switch has begun",),
+}
+
+
+def test_the_pages_name_the_limits():
+    for page, sentences in LIMITS.items():
+        text = " ".join((PAGES / page).read_text().split())
+        for sentence in sentences:
+            assert sentence in text, f"docs/server/{page}: {sentence}"
+    assert MAX_EVENTS * INTERVAL_S == 5 * 60  # in words on the page
+    assert MAX_HISTORY_POINTS * INTERVAL_S == 10 * 60
 
 
 def test_the_page_lists_all_metrics():

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from trencadis.engine import InvalidRequest, SamplingParams, StructuredOutput
+from trencadis.server.api.pooling import CohereEmbedRequest, EmbeddingRequest, RerankRequest
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
 
 FIELDS = attrs.fields_dict(SamplingParams)
@@ -164,3 +165,42 @@ def test_every_field_that_asks_for_a_form_arrives(model, fields, form):
     assert first == expected
     assert first is second, "the prompts of a request share one schema in memory"
     assert request.structured_output_field == (next(iter(fields)) if form else "")
+
+
+PAIRS = {"query": "a", "documents": ["b"]}
+MOST = 2**31 - 1
+RANGES = [
+    *(
+        (model, body, "priority", -(2**63), 2**63 - 1)
+        for model, body in (
+            (CompletionRequest, {"prompt": "a"}),
+            (EmbeddingRequest, {"input": "a"}),
+            (RerankRequest, PAIRS),
+        )
+    ),
+    *(
+        (model, body, "truncate_prompt_tokens", -1, MOST)
+        for model, body in (
+            (CompletionRequest, {"prompt": "a"}),
+            (EmbeddingRequest, {"input": "a"}),
+            (RerankRequest, PAIRS),
+        )
+    ),
+    (EmbeddingRequest, {"input": "a"}, "dimensions", 1, MOST),
+    (CohereEmbedRequest, {"texts": ["a"]}, "output_dimension", 1, MOST),
+    (CohereEmbedRequest, {"texts": ["a"]}, "max_tokens", 1, MOST),
+    (RerankRequest, PAIRS, "top_n", 0, MOST),
+    (RerankRequest, PAIRS, "max_tokens_per_doc", 0, MOST),
+]
+"""Numbers that are no parameters of sampling: a body, a field, its lowest value and its highest."""
+
+
+@pytest.mark.parametrize(("model", "body", "field", "low", "high"), RANGES)
+def test_a_number_is_taken_up_to_its_bounds(model, body, field, low, high):
+    for value in (low, high):
+        request = model.model_validate({**body, field: value})
+        assert getattr(request, field) == value
+    for value in (low - 1, high + 1):
+        with pytest.raises((ValidationError, InvalidRequest)) as caught:
+            model.model_validate({**body, field: value})
+        assert field in str(caught.value)
