@@ -68,10 +68,17 @@ def integer_tiles(
 
 def _words(steps: torch.Tensor) -> torch.Tensor:
     """int32 ``[outputs, inputs / 8]`` of steps of 4 bits ``[outputs, inputs / 2]``."""
-    pairs = steps.view(len(steps), -1, _IN_WORD // 2).int()
-    shifts = torch.tensor(_SHIFTS, dtype=torch.int32)
-    halves = (pairs & 15) << shifts[0::2] | (pairs >> 4) << shifts[1::2]
-    return halves.sum(-1, dtype=torch.int32)
+    # A word has eight steps already, a pair in each byte. Operations on words take a fifth of the
+    # time of those on bytes.
+    words = steps.contiguous().view(torch.int32)
+    lower, upper = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
+    return _together(lower) | _together(upper) << 16
+
+
+def _together(words: torch.Tensor) -> torch.Tensor:
+    """The lower four bits of each byte in the lower half of a word."""
+    halves = (words | words >> 4) & 0x00FF00FF
+    return (halves | halves >> 8) & 0xFFFF
 
 
 def scales_and_shifts(
