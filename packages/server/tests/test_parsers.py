@@ -314,6 +314,8 @@ def test_arguments_that_are_no_json_are_passed_on_to_their_end():
         ("[get(a=1, 2)]", '{"a": 1, 2)]'),
         ("[get(a='b", '{"a": "b'),
         ("[get(a=now)]", '{"a": now)]'),
+        ("[get(a=1e999)]", '{"a": 1e999)]'),  # JSON has no infinity
+        ("[get(a=1__0)]", '{"a": 1__0)]'),
         ("[get(a=" + "[" * 100, '{"a": ' + "[" * 100),
     ],
 )
