@@ -17,7 +17,10 @@ from trencadis.engine.models.block_attention import BlockAttention
 
 
 class CapturingCPU(CPUDevice):
-    """Captures graphs; compiles each program for its shapes, which it counts."""
+    """Captures graphs; compiles each program for its shapes, which it counts.
+
+    ``num_graphs``: those that are not released.
+    """
 
     shares_host_memory = False
     supports_graphs = True
@@ -27,6 +30,7 @@ class CapturingCPU(CPUDevice):
         self.attention = BlockAttention()
         self._product = product
         self._num_compiled = 0
+        self.num_graphs = 0
 
     def product_name(self) -> str:
         return self._product
@@ -63,7 +67,11 @@ class CapturingCPU(CPUDevice):
             for tensor, new in zip(written, made, strict=True):
                 tensor.copy_(new)
 
-        return RecordedGraph(buffers, output, replay, lambda: None)
+        def forget() -> None:
+            self.num_graphs -= 1
+
+        self.num_graphs += 1
+        return RecordedGraph(buffers, output, replay, forget)
 
 
 class CompilingCPU(CapturingCPU):
