@@ -223,6 +223,14 @@ async def test_an_error_of_the_request_comes_at_once(official, engine):
 
 
 @pytest.mark.asyncio
+async def test_a_model_of_embeddings_makes_no_response_in_the_background(serving, engine):
+    engine.embedding_size = 4
+    async with serving(responses_store=True) as url, client_of(url) as client:
+        with pytest.raises(openai.BadRequestError, match="generates nothing"):
+            await create(client, background=True)
+
+
+@pytest.mark.asyncio
 async def test_a_key_has_responses_of_its_own(serving):
     async with (
         serving(responses_store=True, api_keys=["a", "b"]) as url,
