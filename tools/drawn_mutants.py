@@ -196,15 +196,16 @@ def named_most(package: str, module: str, count: int) -> list[Path]:
 def tests_of(package: str, change: Change, record: Record) -> dict[str, float]:
     """The tests that run the changed lines, with what each takes.
 
-    Where none is seen to (a started process runs the line, or the import), those of the files that
-    name what the module defines, else all.
+    Of a line that the import runs, those that run a line with a name which it defines. Where none
+    is seen to, those of the files that name what the module defines, else all.
     """
     source = ROOT / "packages" / package / "src" / "trencadis" / package / change.module
     lines = record["tests"].get(change.module, {})
-    first, last = statement_of(ast.parse(source.read_bytes()), change.line)
-    tests = lines.get(str(change.line), []) or [
-        test for line in range(first, last + 1) for test in lines.get(str(line), [])
-    ]
+    tree = ast.parse(source.read_bytes())
+    first, last = statement_of(tree, change.line)
+    of_lines = ({change.line}, range(first, last + 1), lines_that_use(tree, first))
+    found = ([test for line in of for test in lines.get(str(line), [])] for of in of_lines)
+    tests = next(filter(None, found), [])
     seconds = record["seconds"]
     if not tests:
         files = {str(file.relative_to(ROOT)) for file in named_most(package, change.module, 8)}
@@ -222,6 +223,24 @@ def statement_of(tree: ast.Module, line: int) -> tuple[int, int]:
             if node.lineno <= line <= last:
                 around.append((node.lineno, last))
     return min(around, key=lambda span: span[1] - span[0], default=(line, line))
+
+
+def lines_that_use(tree: ast.Module, line: int) -> set[int]:
+    """The lines of a module with a name that the assignment at a line defines."""
+    names = {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.lineno == line
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    }
+    return {
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Name) and node.id in names)
+        or (isinstance(node, ast.Attribute) and node.attr in names)
+    }
 
 
 def quickest(seconds: dict[str, float], limit_s: float) -> dict[str, float]:
