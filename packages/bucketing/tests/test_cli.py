@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from trencadis.bucketing.cli import main
 from trencadis.bucketing.cli.command_line import _parser
 from trencadis.bucketing.config import describe_axis_settings, describe_variables
 from trencadis.bucketing.strategies import STRATEGIES
+from trencadis.bucketing.strategy_comparison import StrategyResult
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +189,37 @@ def test_plot_writes_a_picture(trace: Path, tmp_path: Path) -> None:
         assert main(["plot", str(trace), *extra, "--output", str(output)]) == 0
         assert output.read_bytes().startswith(b"\x89PNG")
         output.unlink()
+
+
+def test_the_picture_has_every_batch_in_its_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    from trencadis.bucketing.cli.plot import plot_traffic
+
+    shown: list[Any] = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: shown.append(self))
+    rows, counts = np.array([(1, 40), (2, 40), (2, 100)]), np.array([5, 3, 2])
+    rule = StrategyResult("rule", (1, 2), (64, 128), 0.5, 28, 28)
+    fit = StrategyResult("fit", (1, 2), (40, 80, 100), 0.0, 0, 0)
+    plot_traffic(rows, counts, rule, fit, tmp_path / "picture.png")
+    lengths, hits, _ = shown[0].axes
+    sequences = sum(bar.get_height() for bar in lengths.patches)
+    assert sequences == 5 * 1 + 3 * 2 + 2 * 2
+    tallest = max(bar.get_height() for bar in lengths.patches)
+    assert lengths.get_ylim() == pytest.approx((0, 1.22 * 1.05 * tallest))
+    edges = [line.get_segments() for line in lengths.collections]
+    assert [[int(x) for (x, _), _ in lines] for lines in edges] == [[64, 128], [40, 80, 100]]
+    assert all(top > tallest for lines in edges for _, (_, top) in lines)
+    assert [label.get_text() for label in lengths.get_legend().get_texts()] == [
+        "rule: 4 graphs, 50.0% padding",
+        "fit: 6 graphs, 0.0% padding",
+    ]
+    drawn = hits.images[0].get_array()
+    assert drawn.filled(0).tolist() == [[5, 0, 0], [3, 0, 2]]
+    assert drawn.mask.tolist() == [[False, True, True], [False, True, False]], "0 has no colour"
+    assert [label.get_text() for label in hits.get_xticklabels()] == ["40", "80", "100"]
+    assert [label.get_text() for label in hits.get_yticklabels()] == ["1", "2"]
 
 
 @pytest.mark.parametrize("command", ["show", "fit", "plot"])
