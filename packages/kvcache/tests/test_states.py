@@ -41,6 +41,12 @@ def make_cache(num_slots: int = 4, num_host_slots: int = 3, num_snapshots: int =
     return StateCache(layers=LAYERS, dtype=torch.bfloat16, **sizes)
 
 
+def test_by_default_no_state_is_swapped_or_kept_for_prefixes() -> None:
+    cache = StateCache(layers=LAYERS, dtype=torch.bfloat16, num_slots=2)
+    assert (cache.num_host_slots, cache.num_snapshots) == (0, 0)
+    assert str(cache.device) == "cpu"
+
+
 def parts(cache: StateCache) -> list[torch.Tensor]:
     return [cache.part(layer, shape.key) for layer, shapes in LAYERS.items() for shape in shapes]
 

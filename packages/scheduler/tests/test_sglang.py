@@ -404,3 +404,20 @@ def test_the_reader_begins_and_ends_with_the_scheduler(
     assert not readers()
     monkeypatch.setenv(OF_SGLANG, "{}")
     assert Server(host).scheduler.handle_shutdown("now") == "ended"
+
+
+def test_the_plugin_replaces_the_scheduler_of_a_process_that_asks_for_it(
+    host: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[tuple[object, ...]] = []
+    registry = SimpleNamespace(register=lambda *given: registered.append(given))
+    hooks = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(REPLACE="replace"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins", ModuleType("sglang.srt.plugins"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
+    plugin = importlib.import_module("trencadis.scheduler.sglang_plugin")
+    plugin.install()
+    target = "sglang.srt.managers.scheduler.Scheduler"
+    assert registered == [(target, host.ThermalScheduler, "replace")]
+    monkeypatch.delenv(OF_SGLANG)
+    plugin.install()
+    assert len(registered) == 1
