@@ -585,6 +585,19 @@ def test_the_embedding_is_of_int8_and_one_with_a_tied_head(
         assert table.tiles is head.tiles
 
 
+@pytest.mark.usefixtures("widens")
+@pytest.mark.parametrize("rounding", [rounded_int8, rounded_int4])
+@pytest.mark.parametrize("outputs", [1, 45, 96])
+def test_an_embedding_reads_the_rows_of_its_head_in_words_and_bytes(
+    rounding: Callable[[torch.Tensor], PackedWeight], outputs: int
+) -> None:
+    """A head of 4 bits is that of a GGUF file: `int4` keeps heads in 8."""
+    packed = rounding(torch.randn(outputs, 64).bfloat16())
+    table = TiledEmbedding(IntegerLinear(QuantizedLinear(packed)), torch.float32)
+    token_ids = torch.randint(0, outputs, (3, 7))
+    torch.testing.assert_close(table(token_ids), packed.unpacked()[token_ids], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "prepare",
     [functools.partial(round_weights, quantization="int4"), CPUDevice().optimize],

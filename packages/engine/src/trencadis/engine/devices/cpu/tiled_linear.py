@@ -37,6 +37,7 @@ from trencadis.engine.devices.cpu.native_calls import (
 from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
 from trencadis.engine.devices.cpu.weight_tiles import (
     SCALE_TYPES,
+    UNITS,
     byte_tiles,
     has_byte_order,
     integer_tiles,
@@ -201,13 +202,11 @@ class IntegerLinear(TiledLinear):
 
     @staticmethod
     def fits(weight: PackedWeight) -> bool:
-        """Whether the kernel multiplies this weight: integers in groups of an even number of
-        inputs, or of 4 bits of a multiple of eight."""
-        inputs, unit = weight.shape[1], 8 if weight.steps.dtype is torch.uint8 else 2
+        """Whether the kernel multiplies this weight: integers in groups of whole `UNITS`."""
         return (
             weight.has_integers
             and weight.scales.dtype in SCALE_TYPES
-            and inputs % (unit * weight.groups) == 0
+            and weight.shape[1] % (UNITS[weight.steps.dtype] * weight.groups) == 0
         )
 
     def _packed(self, linear: Any) -> _Tensors:

@@ -22,7 +22,9 @@ CHUNK = 1024
 _QUAD = 4
 """Inputs of an output that are beside each other for products of bytes."""
 
-_IN_WORD = 8
+UNITS = {torch.int8: 2, torch.uint8: 8}
+"""Inputs of an output that are beside each other for sums of fp32, by the type of the steps."""
+
 _SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 """Bits below each of the eight inputs of a word: a pair is at the same place in both halves."""
 
@@ -51,8 +53,8 @@ def integer_tiles(
     outputs, inputs = weight.shape
     half, steps = columns // 2, weight.steps
     is_int4 = steps.dtype is torch.uint8
-    unit, in_unit = (_IN_WORD, ()) if is_int4 else (2, (2,))
-    tiles = torch.empty(
+    unit, in_unit = UNITS[steps.dtype], () if is_int4 else (2,)
+    tiles = steps.new_empty(
         (ceil_div(outputs, columns), inputs // unit, 2, *in_unit, half),
         dtype=torch.int32 if is_int4 else steps.dtype,
     )
