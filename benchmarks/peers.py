@@ -32,9 +32,8 @@ def python_of(engine: str) -> str | None:
     """The interpreter that has this engine, or None."""
     if engine in OURS or engine == "transformers":
         return sys.executable
-    name = (
-        "vllm" if engine.startswith("vllm") else "openvino" if engine in OPENVINO else "llama-cpp"
-    )
+    family = engine.partition("-")[0]
+    name = "llama-cpp" if family == "llama" else family
     python = ENVIRONMENTS / f"peers-{name}" / "bin" / "python"
     return str(python) if python.exists() else None
 

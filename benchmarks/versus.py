@@ -32,13 +32,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compressed_checkpoint import write_compressed
-from peers import OF_GGUF, OURS, VLLM, VLLM_PACKED, environ_of, found, python_of
+from peers import (
+    LLAMA,
+    OF_GGUF,
+    OPENVINO,
+    OURS,
+    VLLM,
+    VLLM_PACKED,
+    environ_of,
+    found,
+    python_of,
+)
 from rich.console import Console
 from rich.table import Table
 
 from trencadis.engine import default_model
 
-ENGINES = tuple(dict.fromkeys((*OURS, "transformers", *VLLM, *VLLM_PACKED, *OF_GGUF)))
+ENGINES = (*OURS, "transformers", *VLLM, *VLLM_PACKED, *LLAMA, *OPENVINO)
 SETTLE_SECONDS = 2.0
 """Pause after vLLM and OpenVINO: their threads look for work in a loop after the last."""
 

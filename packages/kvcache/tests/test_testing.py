@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import attrs
 import pytest
 from hypothesis import Phase, settings
+from nano_sequence import NanoSequence
 
 from trencadis.kvcache import AllocStatus, BlockManager, CacheConfig, OutOfBlocks
 from trencadis.kvcache.nano_vllm import NanoBlockManager
@@ -43,18 +43,6 @@ class Ours:
             return [(copy.src, copy.dst) for copy in self.manager.append(seq_id, [token_id])]
         except OutOfBlocks:
             return None
-
-
-@attrs.define(eq=False)
-class NanoSequence:
-    seq_id: int
-    token_ids: list[int]
-    block_table: list[int] = attrs.Factory(list)
-    num_cached_tokens: int = 0
-    num_scheduled_tokens: int = 0
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
 
 class Nano:

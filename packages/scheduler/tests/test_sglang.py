@@ -18,26 +18,18 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from stand_in_hosts import imported_beside
 
 from trencadis.scheduler import ConfigError
 from trencadis.scheduler.runtime_settings import OF_SGLANG
 from trencadis.scheduler.thermal import NoThermalPolicy, SchedulerView
 
-HOST = Path(__file__).parent / "sglang_host"
-
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[ModuleType]:
     """The module under test, imported beside SGLang's names."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(HOST))
-    try:
-        yield importlib.import_module("trencadis.scheduler.sglang")
-    finally:
-        sys.path.remove(str(HOST))
-        for name in set(sys.modules) - before:
-            if name.partition(".")[0] == "sglang" or name == "trencadis.scheduler.sglang":
-                del sys.modules[name]
+    with imported_beside("sglang") as module:
+        yield module
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,25 +15,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from stand_in_hosts import imported_beside
 
 from trencadis.scheduler import BatchControl, ConfigError, ControlError
 from trencadis.scheduler.thermal import NoThermalPolicy, SchedulerView
-
-HOST = Path(__file__).parent / "vllm_host"
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[ModuleType]:
     """The module under test, imported beside vLLM's names."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(HOST))
-    try:
-        yield importlib.import_module("trencadis.scheduler.vllm")
-    finally:
-        sys.path.remove(str(HOST))
-        for name in set(sys.modules) - before:
-            if name.partition(".")[0] == "vllm" or name == "trencadis.scheduler.vllm":
-                del sys.modules[name]
+    with imported_beside("vllm") as module:
+        yield module
 
 
 def request(name: str, **fields: Any) -> Any:
