@@ -498,7 +498,9 @@ def test_half_of_the_staging_blocks_are_loaded_at_once_and_the_others_are_for_st
     machine.blocks.reset_prefix_cache()
     keys = machine.blocks.hasher(prompt, ("",)).blocks
     copies: Copies = ()
+    ends = time.monotonic() + 60
     while not copies:
+        assert time.monotonic() < ends
         machine.transfers.begin_step(machine.now)
         starts, copies = machine.transfers.load_prefix("request", keys, 1.0, machine.now)
         machine.transfers.end_scheduling()
